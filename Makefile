@@ -119,7 +119,6 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/rollouts.py
 	$(BIN)/python benchmarks/gateway.py
 	$(BIN)/python benchmarks/evaluate.py
-	$(BIN)/python benchmarks/slots.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/python_tool.py
 	$(BIN)/python benchmarks/embedded_server.py
@@ -133,7 +132,6 @@ bench: $(INSTALLED)
 # against a real vLLM
 bench-vllm: $(INSTALLED) $(VLLM)/.installed
 	$(BIN)/python benchmarks/weight_sync.py
-	$(BIN)/python benchmarks/servers.py
 
 # on one GPU, with the packages that benchmarks/gpu/README.md lists; PYTHON chooses the interpreter that has them
 test-gpu:

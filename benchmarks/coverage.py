@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verifiers.evals.pass_at_k import pass_at_k
-from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
+from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference, pass_at_k
 
 CASES = [
     # a, b of the beta distribution, rollouts a prompt

@@ -10,7 +10,7 @@ without end, and then by one that computes without end on two cores; each is kil
 shows in it. Every answer is checked.
 
 Before that each route has the machine to itself at the same rate, and a bare aiohttp server that answers a constant
-of the same length is driven in the same way: what the machine and the client take by themselves. Ends with one
+is driven in the same way: what the machine and the client take by themselves. Ends with one
 line of JSON: milliseconds, medians over rounds, and ratios to the bare server.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -25,12 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from verifiers.testing.fake_process import server_process
 
 ROWS = 1000
 GRADERS = "import time\n\ndef sleeping():\n    time.sleep(1e6)\n\ndef busy():\n    while True:\n        pass\n"
@@ -171,40 +173,18 @@ async def measure(base: str, bare: str, rate: int, seconds: float) -> dict[str, 
     return found
 
 
-BARE = """
-import asyncio, sys
-from aiohttp import web
-
-async def main():
-    app = web.Application()
-    async def sample(request):
-        await request.read()
-        return web.Response(body=b"[" + b"0," * 400 + b"0]", content_type="application/json")
-    async def grade(request):
-        await request.read()
-        return web.Response(body=b"[" + b"0," * 900 + b"0]", content_type="application/json")
-    app.add_routes([web.post("/sample", sample), web.post("/grade", grade)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
-    print(f"listening on http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-def start(stack: ExitStack, *command: str) -> str:
-    """Start a server; returns its URL. It ends with the stack."""
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    stack.callback(process.wait, 15)
-    stack.callback(process.terminate)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert "listening on " in line, line
-    return line.rpartition("listening on ")[2].strip()
+@contextlib.contextmanager
+def dataserver(config: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "verifiers_dataserver", str(config), "--port", "0"]
+    quiet: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([*command, "--parent-pid", str(os.getpid())], **quiet) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert "listening on " in line, line
+            yield line.rpartition("listening on ")[2].strip()
+        finally:
+            process.terminate()
 
 
 def main() -> None:
@@ -213,21 +193,15 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=15.0, help="of each part where both are asked at once")
     arguments.add_argument("--rounds", type=int, default=3)
     given = arguments.parse_args()
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as scratch, server_process("ok", "--instant") as bare:
         # the user that sandboxed graders run as must be able to read their module
-        os.chmod(directory, 0o755)
-        config = write_config(directory)
-        base = start(
-            stack, "-m", "verifiers_dataserver", str(config), "--port", "0", "--parent-pid", str(os.getpid())
-        )
-        bare = start(stack, "-c", BARE)
-        rounds = []
-        for number in range(given.rounds):
-            rounds.append(asyncio.run(measure(base, bare, given.rate, given.seconds)))
-            print(
-                f"round {number + 1}:", json.dumps({k: round(v, 2) for k, v in rounds[-1].items()}), file=sys.stderr
-            )
+        os.chmod(scratch, 0o755)
+        rounds: list[dict[str, float]] = []
+        with dataserver(write_config(Path(scratch))) as base:
+            for number in range(given.rounds):
+                rounds.append(asyncio.run(measure(base, bare, given.rate, given.seconds)))
+                shown = {name: round(value, 2) for name, value in rounds[-1].items()}
+                print(f"round {number + 1}:", json.dumps(shown), file=sys.stderr)
     medians = {name: round(statistics.median(found[name] for found in rounds), 2) for name in rounds[0]}
     for name in ("sample", "grade"):
         medians[f"{name}_ratio_to_bare"] = round(medians[f"{name}_alone_p99_ms"] / medians[f"{name}_bare_p99_ms"], 2)

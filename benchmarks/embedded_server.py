@@ -1,7 +1,6 @@
 """Tokens per second of the embedded server over HTTP, beside transformers' own `generate` and `transformers serve`.
 
     python benchmarks/embedded_server.py [--requests 192] [--rounds 5] [--model small|large]
-    python benchmarks/embedded_server.py --checkpoint DIR [--threads 2]
 
 All sides hold the same random model on one CPU thread, in one process tree, and take turns round by round; rates are
 medians over rounds. The requests are the same for all: prompts of 16 to 96 tokens, completions of 16 to 96, drawn by
@@ -16,9 +15,6 @@ seed, 64 in flight, none ends early. Counted are the tokens that were asked for 
 
 Then 16 conversations of 30 turns, with kept prefixes and without. Ends with one line of JSON: ratio_to_generate (same
 requests), ratio_to_generate_equal (the kinder workload), ratio_to_transformers_serve, ratio_of_prefix_reuse.
-
-With a checkpoint of one's own: tokens per second of the server with 1, 8, 32 and 64 in flight, the bound by its
-linear layers alone (torch's own, and as the server computes them), and the ratio to the latter.
 """
 
 from __future__ import annotations
@@ -53,8 +49,6 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from verifiers.train.cpu_linear import use_onednn
-
 IN_FLIGHT = 64
 SIZES = {"small": (128, 256), "large": (256, 512)}
 LETTERS = string.ascii_letters + string.digits + string.punctuation + " "
@@ -80,20 +74,10 @@ def make_model(directory: Path, size: str) -> None:
     )
     torch.manual_seed(0)
     hidden, inner = SIZES[size]
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        max_position_embeddings=1024,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "head_dim": hidden // 4, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(vocabulary)}
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **ends, max_position_embeddings=1024)).save_pretrained(directory)
 
 
 def workload(count: int, shortest: int, longest: int) -> list[Request]:
@@ -206,19 +190,10 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def embedded(directory: Path, prefix_mib: int, threads: int = 1) -> contextlib.AbstractContextManager[str]:
+def embedded(directory: Path, prefix_mib: int) -> contextlib.AbstractContextManager[str]:
     port = free_port()
     command = [sys.executable, "-m", "verifiers_embedded", "--model", str(directory), "--served-model-name", "m"]
-    command += [
-        "--port",
-        str(port),
-        "--threads",
-        str(threads),
-        "--device",
-        "cpu",
-        "--prefix-cache-mib",
-        str(prefix_mib),
-    ]
+    command += ["--port", str(port), "--threads", "1", "--device", "cpu", "--prefix-cache-mib", str(prefix_mib)]
     return process([*command, "--parent-pid", str(os.getpid())], port, "/health")
 
 
@@ -294,53 +269,15 @@ def benchmark(size: str, count: int, rounds: int) -> dict[str, float | None]:
     }
 
 
-def linear_rate(layers: list[torch.nn.Linear], rows: int) -> float:
-    """Return the tokens per second that the linear layers alone would allow."""
-    states = {layer.in_features: torch.randn(rows, 1, layer.in_features) for layer in layers}
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(6):
-            started = time.perf_counter()
-            for layer in layers:
-                layer(states[layer.in_features])
-            seconds.append(time.perf_counter() - started)
-    return rows / statistics.median(seconds[1:])
-
-
-def decode_rates(directory: Path, threads: int) -> dict[str, float]:
-    """Print a table of decoding a checkpoint, and return the ratios to the bound."""
-    torch.set_num_threads(threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    plain = {rows: linear_rate(layers, rows) for rows in (1, 8, 32, 64)}
-    use_onednn(model)
-    bounds = {rows: linear_rate(layers, rows) for rows in plain}
-    ratios = {}
-    with embedded(directory, 0, threads) as url:
-        run = Served(url, "m", {"ignore_eos": True, "logprobs": 0, "return_token_ids": True}).run
-        print("in flight  tokens/s  linear layers alone  the same by torch  ratio")
-        for rows, torchs in plain.items():
-            requests = workload(rows, 32, 32)
-            served, bound = statistics.median(rate(run, requests) for _ in range(3)), bounds[rows]
-            ratios[f"ratio_to_linear_{rows}"] = round(served / bound, 3)
-            print(f"{rows:>9} {served:>9.1f} {bound:>20.1f} {torchs:>18.1f} {served / bound:>6.2f}")
-    return ratios
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", choices=tuple(SIZES), default="small")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR")
-    parser.add_argument("--threads", type=int, default=2, help="of --checkpoint's server")
     args = parser.parse_args()
     # so that the servers end with it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    if args.checkpoint:
-        print(json.dumps(decode_rates(args.checkpoint, args.threads)))
-    else:
-        print(json.dumps(benchmark(args.model, args.requests, args.rounds)))
+    print(json.dumps(benchmark(args.model, args.requests, args.rounds)))
     return 0
 
 

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 STAGES = {
-    "tests": ("server_checks", "nccl_check", "training_step", "resume"),
-    "speed": ("serving", "training", "pushes", "overlap", "reward"),
+    "tests": ("server_checks", "training_step", "resume"),
+    "speed": ("serving", "training", "pushes", "overlap"),
 }
-SCRIPTS = {"training_step": "training", "resume": "learning", "overlap": "learning", "reward": "learning"}
+SCRIPTS = {"training_step": "training", "resume": "learning", "overlap": "learning"}
 SCRIPTS |= {"pushes": "serving"}
-NEED_TRAINER = ("server_checks", "training_step", "training", "resume", "overlap", "reward")
+NEED_TRAINER = ("server_checks", "training_step", "training", "resume", "overlap")
 _LEAST_S = 15.0
 """A stage for which less is left is not begun."""
 

@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,9 +57,6 @@ def slowest(sigma: float) -> float:
 
 
 def serve(port_file: Path, seconds: float, sigma: float) -> None:
-    """Run the rollout server until this process is ended."""
-    from verifiers.testing import FakeOpenAIServer
-
     scale = slowest(sigma) if sigma else 1.0
 
     async def answer(body: dict[str, Any]) -> str:
@@ -67,19 +65,33 @@ def serve(port_file: Path, seconds: float, sigma: float) -> None:
         await asyncio.sleep(whole * min(1.0, (body.get("max_tokens") or ROLLOUT_TOKENS) / ROLLOUT_TOKENS))
         return "".join(draw.choice("abcdefgh ") for _ in range(12))
 
+    serve_answers(port_file, answer)
+
+
+def serve_answers(port_file: Path, answer: Any, **attributes: Any) -> None:
+    """Run a rollout server until the process that started this one has ended.
+
+    Args:
+        attributes: set on the server, which keeps for tests what would fill the memory of a long run.
+    """
+    from verifiers.server_process import follow_parent
+    from verifiers.testing import FakeOpenAIServer
+
+    follow_parent(os.getppid())
     with FakeOpenAIServer(answer) as server:
+        vars(server).update(attributes)
         partial = port_file.with_suffix(".partial")
         partial.write_text(str(server.port))
         partial.rename(port_file)
-        while os.getppid() != 1:
-            time.sleep(0.5)
+        threading.Event().wait()
 
 
 @contextlib.contextmanager
-def server(seconds: float, sigma: float) -> Iterator[str]:
+def server_of(script: str, *arguments: object) -> Iterator[str]:
+    """Run `script --serve PORT_FILE ...` while the block runs, and return the base URL of its server."""
     with tempfile.TemporaryDirectory() as scratch:
         port_file = Path(scratch) / "port"
-        process = subprocess.Popen([sys.executable, __file__, "--serve", str(port_file), str(seconds), str(sigma)])
+        process = subprocess.Popen([sys.executable, script, "--serve", str(port_file), *map(str, arguments)])
         try:
             while not port_file.exists():
                 assert process.poll() is None, "the server did not start"
@@ -88,36 +100,6 @@ def server(seconds: float, sigma: float) -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
-
-
-def make_policy(directory: Path) -> None:
-    """Return a model of some thousand parameters, and one token a character."""
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    tokens = ["<end>", *(chr(code) for code in range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", chat_template=template
-    ).save_pretrained(directory)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        eos_token_id=0,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
 def run(policy: Path, url: str, seconds: float, steps: int, **settings: Any) -> dict[str, float]:
@@ -180,7 +162,7 @@ def run(policy: Path, url: str, seconds: float, steps: int, **settings: Any) -> 
 
 def measure(policy: Path, seconds: float, steps: int, sigma: float, ahead: int) -> dict[str, float]:
     """Measure strict turns, the overlapped side and streaming on one server."""
-    with server(seconds, sigma) as url:
+    with server_of(__file__, seconds, sigma) as url:
         strict = run(policy, url, seconds, steps, num_batches_ahead=0)
         overlapped = run(policy, url, seconds, steps, num_batches_ahead=ahead)
         streamed = run(policy, url, seconds, steps, num_batches_ahead=0, streaming=True)
@@ -209,9 +191,11 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0, help="Of the logarithm of the latencies.")
     parser.add_argument("--ahead", type=int, default=2, help="num_batches_ahead of the overlapped side.")
     args = parser.parse_args()
+    from verifiers.train.tiny_model.char_model import make_model
+
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
         policy = Path(scratch)
-        make_policy(policy)
+        make_model(policy, seed=0)
         equal = measure(policy, args.seconds, args.steps, 0.0, args.ahead)
         spread = measure(policy, args.seconds, args.steps, args.sigma, args.ahead)
     for name, numbers in (("equal", equal), ("log-normal", spread)):

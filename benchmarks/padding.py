@@ -5,8 +5,7 @@
 Three ways to split a block into micro-batches, each in a process of its own, on the same rows, the same
 model and one thread:
 
-- shuffled: rows in random order, `per_device_train_batch_size` of them in a micro-batch; prompts padded on the left
-  to the longest of the micro-batch, completions on the right;
+- shuffled: rows in random order, `per_device_train_batch_size` of them in a micro-batch;
 - sorted: what the trainer does as it comes, as many micro-batches, packed by length and padded on the right alone;
 - budget: the trainer with `max_tokens_per_micro_batch`.
 
@@ -37,6 +36,8 @@ from typing import Any
 
 # benchmarks/trl.py stands beside this file and would be taken for the library
 sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().with_name("gpu")))
+from common import make_block
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,26 +58,6 @@ def lengths(kind: str, completions: int) -> list[tuple[int, int]]:
             tokens = round(100 * math.exp(draw.gauss(0.0, 1.0))) if kind == "lognormal" else draw.randint(3, 12)
             found.append((prompt, min(512, max(16, tokens)) if kind == "lognormal" else tokens))
     return found
-
-
-def make_block(kind: str, completions: int) -> Any:
-    from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-    from verifiers.types import Outcome, RolloutKey
-
-    draw = random.Random(1)
-
-    def ids(count: int) -> list[int]:
-        return [draw.randrange(1, VOCABULARY) for _ in range(count)]
-
-    rollouts = []
-    for index, (prompt, tokens) in enumerate(lengths(kind, completions)):
-        example, generation = divmod(index, GENERATIONS)
-        row = TokenSequence(ids(prompt), ids(tokens), [1] * tokens, [-6.0] * tokens, [0] * tokens)
-        key = RolloutKey(0, example, generation)
-        rollouts.append(Rollout(key, Outcome.COMPLETED, "p", "c", reward=draw.random(), rows=[row]))
-    size = GENERATIONS
-    groups = [Group(start // size, rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
-    return ScoredBlock(0, groups)
 
 
 def make_trainer(scratch: str, completions: int, budget: int | None) -> Any:
@@ -129,15 +110,9 @@ def cut(trainer: Any, block: Any, side: str) -> Any:
     def shuffled(lengths: list[int], micro_steps: int, plan: Any, args: Any) -> Any:
         return keep_micro_steps([1] * len(lengths), micro_steps, 1, MicroBatchLimit())
 
-    def longest(prompts: list[int], lengths: list[int], is_padding: list[bool]) -> int:
-        return max(prompts)
-
     if side != "shuffled":
         return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
-    with (
-        patch("verifiers.train.batching.training_block._packing", shuffled),
-        patch("verifiers.train.batching.collate._shared_prompt", longest),
-    ):
+    with patch("verifiers.train.batching.training_block._packing", shuffled):
         return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
 
 
@@ -154,7 +129,7 @@ def train(side: str, kind: str, completions: int, budget: int) -> dict[str, Any]
 
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make_trainer(scratch, completions, budget if side == "budget" else None)
-    batches = cut(trainer, make_block(kind, completions), side)
+    batches = cut(trainer, make_block(lengths(kind, completions), GENERATIONS, VOCABULARY), side)
     trainer.current_gradient_accumulation_steps = len(batches)
     trainer.model.train()
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)

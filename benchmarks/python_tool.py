@@ -22,13 +22,13 @@ import argparse
 import asyncio
 import ctypes
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import psutil
 
 import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
@@ -49,15 +49,8 @@ def adopt_orphans() -> None:
 
 def descendants() -> set[int]:
     """Return the processes under this one that still run."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
-    parents = {
-        int(pid): int(parent) for pid, parent, stat in map(str.split, listing.stdout.splitlines()) if stat[0] != "Z"
-    }
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    # ps itself has ended by now
-    return {pid for pid in found - {os.getpid()} if os.path.exists(f"/proc/{pid}") or sys.platform != "linux"}
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE}
 
 
 def code_of(call: int) -> str:

@@ -33,7 +33,6 @@ from typing import Any
 
 from verifiers.train.pypi_model import make_smollm2
 
-sys.path.insert(0, str(Path(__file__).with_name("training_faults")))
 sys.path.insert(0, str(Path(__file__).with_name("trl_sides")))
 CORES = os.cpu_count() or 1
 

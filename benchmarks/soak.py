@@ -3,12 +3,12 @@
     python benchmarks/soak.py [--steps 20000] [--logging-steps 1] [--save-steps 500] [--ahead 2]
 
 A real `GRPOTrainer` (plan, generator, collation, loss, optimizer, weight push and probe, block log, checkpoints) on a
-model of some thousand parameters, against a server in a process of its own that answers at once with token ids and
+model of 0.3 million parameters, against a server in a process of its own that answers at once with token ids and
 log-probs; 8 completions a step, one update a block. So an hour holds the steps of a day or more of real training.
 
 Resident memory of the trainer's process is read 200 times. The slope is that of a least-squares line through all
 readings after the first tenth of the run, in which allocators and caches fill. The part of it that transformers' log
-takes (`log_history`, which is in every checkpoint too) is measured object by object at both ends.
+takes (`log_history`, which is in every checkpoint too) is measured at both ends.
 
 Ends with one line of JSON: steps, minutes, rss_slope_mb_per_10k, log_history_mb_per_10k, rss_mb, threads, fds (each
 first, last; of the readings after the first tenth), threads_max, fds_max.
@@ -21,17 +21,16 @@ import contextlib
 import json
 import os
 import random
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap import make_policy
+from overlap import serve_answers, server_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,37 +40,11 @@ MB = 2**20
 
 
 def serve(port_file: Path) -> None:
-    """Run the rollout server until the process that started this one is gone."""
-    from verifiers.testing import FakeOpenAIServer
-
     def answer(body: dict[str, Any]) -> str:
         draw = random.Random(body.get("seed"))
         return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(2, 12)))
 
-    with FakeOpenAIServer(answer) as server:
-        # what it keeps for tests would fill this machine's memory
-        recorded: Any = server
-        recorded.requests = recorded.weight_calls = deque(maxlen=1)
-        partial = port_file.with_suffix(".partial")
-        partial.write_text(str(server.port))
-        partial.rename(port_file)
-        parent = os.getppid()
-        while os.getppid() == parent:
-            time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def server(scratch: Path) -> Iterator[str]:
-    port_file = scratch / "port"
-    process = subprocess.Popen([sys.executable, __file__, "--serve", str(port_file)])
-    try:
-        while not port_file.exists():
-            assert process.poll() is None, "the server did not start"
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{port_file.read_text()}/v1"
-    finally:
-        process.kill()
-        process.wait()
+    serve_answers(port_file, answer, requests=deque(maxlen=1), weight_calls=deque(maxlen=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +56,9 @@ class Reading:
     fds: int
 
 
-def deep_size(value: Any, seen: set[int]) -> int:
-    """Return the bytes of a list of logged dicts, each object counted once."""
-    if id(value) in seen:
-        return 0
-    seen.add(id(value))
-    size = sys.getsizeof(value)
-    if isinstance(value, dict):
-        size += sum(deep_size(key, seen) + deep_size(item, seen) for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
-        size += sum(deep_size(item, seen) for item in value)
-    return size
-
-
-def slope(points: list[tuple[float, float]]) -> float:
-    """Return the slope of the least-squares line."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+def size_mb(history: list[dict[str, float]]) -> float:
+    """Return the memory of transformers' log, whose keys are shared."""
+    return sum(sys.getsizeof(line) + sum(map(sys.getsizeof, line.values())) for line in history) / MB
 
 
 def soak(scratch: Path, url: str, steps: int, logging_steps: int, save_steps: int, ahead: int) -> list[Reading]:
@@ -111,6 +68,7 @@ def soak(scratch: Path, url: str, steps: int, logging_steps: int, save_steps: in
 
     import verifiers as vf
     from verifiers.train.config import GRPOConfig
+    from verifiers.train.tiny_model.char_model import make_model
     from verifiers.train.trainer import GRPOTrainer
 
     readings: list[Reading] = []
@@ -123,14 +81,14 @@ def soak(scratch: Path, url: str, steps: int, logging_steps: int, save_steps: in
             rss = process.memory_info().rss / MB
             # after the reading of memory: it takes some itself
             at_an_end = len(readings) == READINGS // 10 or state.global_step + every > steps
-            history = deep_size(state.log_history, set()) / MB if at_an_end else 0.0
+            history = size_mb(state.log_history) if at_an_end else 0.0
             readings.append(Reading(state.global_step, rss, history, process.num_threads(), process.num_fds()))
 
     def letters(completion: Any, **kwargs: Any) -> float:
         return float(completion[-1]["content"].count("a"))
 
     policy = scratch / "policy"
-    make_policy(policy)
+    make_model(policy, seed=0)
     questions = [{"question": f"question {index}", "answer": "a"} for index in range(512)]
     env = vf.SingleTurnEnv(dataset=questions, rubric=vf.Rubric(funcs=[letters]))
     args = GRPOConfig(
@@ -168,12 +126,13 @@ def main() -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
         scratch = Path(directory)
-        with server(scratch) as url:
+        with server_of(__file__) as url:
             readings = soak(scratch, url, args.steps, args.logging_steps, args.save_steps, args.ahead)
     minutes = (time.perf_counter() - started) / 60
     steady = readings[len(readings) // 10 :]
     first, last = steady[0], steady[-1]
-    total = slope([(float(reading.step), reading.rss_mb) for reading in steady]) * 10_000
+    steps, memory = [reading.step for reading in steady], [reading.rss_mb for reading in steady]
+    total = statistics.linear_regression(steps, memory).slope * 10_000
     with_size = [reading for reading in readings if reading.history_mb]
     grown, over = with_size[-1].history_mb - with_size[0].history_mb, with_size[-1].step - with_size[0].step
     history = grown / max(1, over) * 10_000

@@ -1,4 +1,4 @@
-"""The way through the package's files: of one rollout, and of one training block.
+"""The way through the package's files: of one rollout, of one training block, and of one evaluation.
 
     python benchmarks/walk.py [--no-training] [--trail]
 
@@ -12,7 +12,9 @@ event loop.
 
 The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one prompt of two rollouts.
 
-Ends with one line of JSON: files, moves and calls of both.
+The evaluation: the whole of `vf-eval` with one rollout of one prompt, after another such command in this process.
+
+Ends with one line of JSON: files, moves and calls of each.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Walk:
             self.entries.append((frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname))
 
 
-def environment() -> vf.SingleTurnEnv:
+def load_environment() -> vf.SingleTurnEnv:
     def correct(completion: vf.Messages, answer: str) -> float:
         return float(completion[-1]["content"] == answer)
 
@@ -90,7 +92,7 @@ async def walk_rollout(walk: Walk, url: str) -> None:
 
     backend = HttpBackend(Endpoint(url))
     token_in = token_in_for("auto", backend, "fake", require_tokens=True)
-    runner = Run(environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
+    runner = Run(load_environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
     for number in range(PLAYED_BEFORE + 1):
         request = RolloutRequest(RolloutKey(0, number, 0), QUESTION, ANSWER, seed=number + 1)
         if number == PLAYED_BEFORE:
@@ -102,10 +104,8 @@ async def walk_rollout(walk: Walk, url: str) -> None:
 
 
 def walk_block(walk: Walk, url: str) -> None:
-    sys.path.append(str(Path(__file__).resolve().parent))
-    from overlap import make_policy
-
     from verifiers.train.config import GRPOConfig
+    from verifiers.train.tiny_model.char_model import make_model
     from verifiers.train.trainer import GRPOTrainer
 
     class Arrived(Exception):
@@ -117,7 +117,7 @@ def walk_block(walk: Walk, url: str) -> None:
             raise Arrived
 
     with tempfile.TemporaryDirectory() as scratch:
-        make_policy(Path(scratch) / "policy")
+        make_model(Path(scratch) / "policy", seed=0)
         args = GRPOConfig(
             str(Path(scratch) / "run"),
             server_url=url,
@@ -131,15 +131,28 @@ def walk_block(walk: Walk, url: str) -> None:
             use_cpu=True,
             bf16=False,
         )
-        trainer = Walked(str(Path(scratch) / "policy"), environment(), args)
+        trainer = Walked(str(Path(scratch) / "policy"), load_environment(), args)
         walk.start()
         with contextlib.suppress(Arrived):
             trainer.train()
 
 
+def walk_evaluation(walk: Walk, url: str) -> None:
+    from verifiers.cli.evaluate import main as evaluate
+
+    command = [__file__, "-m", "fake", "-b", url, "-n", "1", "-r", "1", "--output-dir"]
+    with tempfile.TemporaryDirectory() as scratch:
+        # what is imported once belongs to none
+        assert evaluate([*command, f"{scratch}/first"]) == 0
+        walk.start()
+        code = evaluate([*command, f"{scratch}/second"])
+        walk.stop()
+    assert code == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-training", action="store_true", help="Walk the rollout alone; needs no torch.")
+    parser.add_argument("--no-training", action="store_true", help="Leave out the block; needs no torch.")
     parser.add_argument("--trail", action="store_true", help="Print every entry; a star is a move.")
     args = parser.parse_args()
     walks = {}
@@ -151,6 +164,9 @@ def main() -> int:
             walks["block"] = Walk()
             with server_process(ANSWER) as url:
                 walk_block(walks["block"], url)
+        walks["evaluation"] = Walk()
+        with server_process(ANSWER) as url:
+            walk_evaluation(walks["evaluation"], url)
     for walk in walks.values() if args.trail else ():
         before = ""
         for file, name in walk.entries:

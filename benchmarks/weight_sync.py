@@ -38,7 +38,8 @@ from verifiers.train.weight_sync import DirectorySync, LoraSync
 os.environ.setdefault("VERIFIERS_VLLM_PYTHON", str(Path(__file__).parents[1] / ".venv-vllm/bin/python"))
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-# hidden, inner, layers, heads, key-value heads, head size, vocabulary
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMES += ("head_dim", "vocab_size")
 SIZES = {
     "1M": (128, 256, 4, 4, 2, 32, 2048),
     "10M": (256, 768, 8, 8, 4, 32, 6144),
@@ -51,30 +52,13 @@ FREE_S = 0.1
 
 def make_model(directory: Path, size: str) -> Qwen3ForCausalLM:
     """Return a random model, written where servers can start from it."""
-    hidden, inner, layers, heads, kv_heads, head_dim, vocabulary = SIZES[size]
     tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(1000)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1").save_pretrained(directory)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
+    shape: dict[str, Any] = dict(zip(NAMES, SIZES[size], strict=True))
+    ends = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
+    config = Qwen3Config(**shape, **ends, max_position_embeddings=512, tie_word_embeddings=False)
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory)
     return model
 

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 # a module that worker processes can import, too
 sys.path.insert(0, str(Path(__file__).parent / "worker_sides"))
@@ -36,35 +35,16 @@ import torch
 import worker_environments
 
 import verifiers as vf
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
-from verifiers.inference.wire import WireObject
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
+from verifiers.testing import FakeClient
 from verifiers.types import RolloutKey
 from verifiers.workers.settings import WorkerSettings
 
 ENGINES = ("inline", "processes:2", "ray:2")
 GROUP = 8
-ANSWER = {
-    "id": "1",
-    "object": "chat.completion",
-    "created": 0,
-    "model": "instant",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 8, "completion_tokens": 1},
-}
-
-
-class InstantModel:
-    """A backend that answers at once."""
-
-    base_url = api_key = "instant"
-
-    async def call(self, path: str, arguments: Any) -> Any:
-        return WireObject(ANSWER)
-
-    async def close(self) -> None:
-        """Do nothing: nothing is open."""
 
 
 async def play(
@@ -83,7 +63,7 @@ async def play(
         assert rollout.reward == 1.0, rollout
         scored.append(time.perf_counter())
 
-    runner = Run(played, InstantModel(), "instant", {}, limiter=Limiter(in_flight), on_rollout=note)
+    runner = Run(played, ClientBackend(FakeClient("42")), "instant", {}, limiter=Limiter(in_flight), on_rollout=note)
     row = worker_environments.ROW
 
     def group(example: int) -> list[RolloutRequest]:

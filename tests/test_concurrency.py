@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import gc
 import threading
@@ -33,21 +32,6 @@ def test_the_end_runs_when_its_loop_ends() -> None:
     kept = asyncio.run(program())
     assert ended == ["now"]
     assert kept is not None
-
-
-def test_the_end_runs_once_where_it_was_asked_for_before() -> None:
-    ended: list[str] = []
-
-    async def end() -> None:
-        ended.append("now")
-
-    async def program() -> None:
-        close = at_loop_end(end)
-        await close()
-        assert ended == ["now"]
-
-    asyncio.run(program())
-    assert ended == ["now"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -92,16 +76,6 @@ def test_a_synchronous_call_raises_what_its_work_raises_and_the_next_one_works()
         with pytest.raises(type(error)):
             run_blocking(functools.partial(fail, error))
         assert run_blocking(answer) == 42
-
-
-def test_a_synchronous_call_keeps_the_context_of_its_caller() -> None:
-    setting = contextvars.ContextVar("setting", default="none")
-
-    async def read() -> str:
-        return setting.get()
-
-    setting.set("the caller's")
-    assert run_blocking(read) == "the caller's"
 
 
 @pytest.mark.parametrize("begins_first", [True, False])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import sys
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import pytest
 
 import verifiers as vf
-from verifiers.keywords import EnvironmentOptions, parameter_names, warn_once
+from verifiers.keywords import warn_once
 from verifiers.testing import FakeClient
 from verifiers.train.planned_run import planned_run
 
@@ -39,16 +37,11 @@ def environment(**kwargs: Any) -> vf.Environment:
     ("make", "given", "meant"),
     [
         (lambda: environment(rubrics=vf.Rubric([right])), "rubrics", "rubric"),
-        (lambda: environment(systm_prompt="be brief"), "systm_prompt", "system_prompt"),
         (lambda: vf.SingleTurnEnv(datset=ROWS), "datset", "dataset"),  # type: ignore[call-arg]
-        (lambda: vf.ToolEnv(dataset=ROWS, max_turn=3), "max_turn", "max_turns"),
         (lambda: vf.ToolEnv(dataset=ROWS, tool=[right]), "tool", "tools"),
         (lambda: vf.Rubric([right], wieghts=[1.0]), "wieghts", "weights"),
-        (lambda: vf.RubricGroup([vf.Rubric()], praser=None), "praser", "parser"),
-        (lambda: vf.Parser(extract_fun=str), "extract_fun", "extract_fn"),
         (lambda: vf.Rubric([misspelled]), "anwser", "answer"),
         (lambda: vf.Rubric().add_metric(misspelled), "anwser", "answer"),
-        (lambda: environment().evaluate_sync(FakeClient(), "m", num_exampels=1), "num_exampels", "num_examples"),
         (
             lambda: environment().generate_sync(ROWS, FakeClient(), "m", max_concurent=1),
             "max_concurent",
@@ -119,17 +112,6 @@ def test_a_value_of_the_wrong_kind_is_refused_in_one_sentence(make: Callable[[],
         make()
 
 
-def test_a_tool_that_says_nothing_of_itself_is_logged_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    def mute(query) -> str:  # type: ignore[no-untyped-def]
-        return ""
-
-    vf.ToolEnv(dataset=ROWS, tools=[mute], rubric=vf.Rubric([right]))
-    assert caplog.messages == [
-        "The tool 'mute' has no docstring and no annotation of 'query', and a model knows of a tool only what these "
-        "say."
-    ]
-
-
 def test_a_rubric_without_functions_is_logged_where_it_scores_and_refused_in_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -157,10 +139,3 @@ def test_rewards_that_come_from_elsewhere_are_not_missed(caplog: pytest.LogCaptu
         assert not env.rubric.is_empty
         assert env.evaluate_sync(FakeClient(), "m").reward == [reward]
     assert not [text for text in caplog.messages if "no reward function" in text]
-
-
-@pytest.mark.parametrize("kind", [vf.SingleTurnEnv, vf.MultiTurnEnv])
-def test_type_checkers_are_told_every_keyword(kind: Any) -> None:
-    hint = inspect.signature(kind).parameters["kwargs"].annotation
-    assert eval(hint, vars(sys.modules[kind.__module__])) == Unpack[EnvironmentOptions]
-    assert EnvironmentOptions.__annotations__.keys() | {"self"} == parameter_names(vf.Environment.__init__)

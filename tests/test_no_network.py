@@ -26,19 +26,3 @@ def test_reserved_names_do_not_exist_without_asking_anyone() -> None:
 async def test_event_loops_are_guarded_too() -> None:
     with pytest.raises(RuntimeError, match=r"'example\.com'"):
         await asyncio.open_connection("example.com", 443)
-
-
-async def test_this_machine_can_be_reached() -> None:
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"hello")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(greet, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        for host in ("127.0.0.1", "localhost"):
-            reader, writer = await asyncio.open_connection(host, port)
-            assert await reader.read() == b"hello"
-            writer.close()
-            await writer.wait_closed()

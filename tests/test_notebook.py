@@ -67,20 +67,11 @@ def test_results_name_the_errors_of_failed_rollouts() -> None:
     assert "0.000" not in tags.text
 
 
-def test_results_without_scores_or_rollouts_are_shown_too() -> None:
-    assert "0 rollouts" in shown(vf.GenerateOutputs()).text
-    assert "1 rollout" in shown(vf.GenerateOutputs(prompt=["1?"], completion=["1"], reward=[])).text
-
-
 def test_a_score_that_is_missing_is_in_no_mean() -> None:
     results = vf.GenerateOutputs(
         prompt=["1?", "2?"], completion=["1", "2"], reward=[None, 1.0], metrics={"right": [0.5, None]}
     )
     assert "2 rollouts, reward 1.000, right 0.500" in shown(results).text
-
-
-def test_an_environment_without_rows_is_shown() -> None:
-    assert "training rows\n0" in shown(hostile_env(rows=0)).text
 
 
 def test_an_environment_shows_its_rows_prompt_and_rewards() -> None:

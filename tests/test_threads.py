@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from verifiers.concurrency import DaemonThreads, OverdueError, threads_for
+from verifiers.concurrency import DaemonThreads, OverdueError
 
 
 async def test_no_more_calls_run_at_once_than_the_limit_and_all_of_them_run() -> None:
@@ -28,13 +28,6 @@ async def test_no_more_calls_run_at_once_than_the_limit_and_all_of_them_run() ->
 
     assert await asyncio.gather(*(threads.run(lambda n=n: work(n)) for n in range(50))) == list(range(50))  # type: ignore[misc]
     assert most == 3
-
-
-async def test_time_in_the_queue_does_not_count() -> None:
-    threads = DaemonThreads("tool", limit=1)
-    first = threads.run(lambda: time.sleep(2.0), timeout_s=60.0)
-    queued = (threads.run(lambda: None, timeout_s=1.5) for _ in range(3))
-    assert await asyncio.gather(first, *queued) == [None] * 4
 
 
 async def test_a_call_that_hangs_is_given_up_and_gives_its_place_to_the_next(
@@ -75,11 +68,3 @@ async def test_what_a_call_raises_and_the_context_it_is_made_in_are_carried_over
     assert await threads.run(name.get) == "mine"
     with pytest.raises(KeyError, match="lost"):
         await threads.run(lambda: {}["lost"])
-
-
-async def test_threads_are_used_again_and_do_not_keep_the_process_alive() -> None:
-    threads = DaemonThreads("tool", limit=64)
-    assert threads_for("tool", 64) is threads_for("tool", 64) is not threads_for("judge", 32)
-    used = {await threads.run(threading.current_thread) for _ in range(20)}
-    assert len(used) <= 2
-    assert all(thread.daemon for thread in used)

@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import a module of the benchmarks' folders as the scripts do."""
-    for folder in ("gpu", "gsm8k", "training_faults"):
+    for folder in ("gpu", "gsm8k", "trl_sides"):
         monkeypatch.syspath_prepend(str(BENCHMARKS / folder))
     before = set(sys.modules)
     yield importlib.import_module
@@ -32,30 +32,16 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("completion", "right"),
     [
-        ("6 * 7 = 42\n#### 42", True),
-        ("#### 41 is wrong.\n#### $42.00", True),
-        (r"so \boxed{42}", True),
-        ("#### 42 apples", True),
-        ("the answer is 42", False),
-        ("#### 42/5", False),
-        ("#### ", False),
-        (r"\boxed{42} or #### 43", False),
+        ("#### 41 is wrong.\n#### $1,042.00 apples", True),
+        (r"so \boxed{1042}", True),
+        ("the answer is 1042", False),
+        ("#### 1042/5", False),
+        (r"\boxed{1042} or #### 43", False),
     ],
 )
 def test_a_gsm8k_answer_is_the_number_after_the_mark_or_in_the_box(load: Any, completion: str, right: bool) -> None:
     environment = load("gsm8k_env")
-    assert environment.same_number(environment.number_in(completion), "42") is right
-
-
-def test_gsm8k_numbers_with_commas_are_compared_as_numbers(load: Any) -> None:
-    environment = load("gsm8k_env")
-    assert environment.same_number("1,080", "1080")
-    assert not environment.same_number("108", "1,080")
-
-
-def test_a_share_of_failing_grades_needs_a_place_for_the_true_rewards(load: Any) -> None:
-    with pytest.raises(ValueError, match=r"fail_share is 0.05, so give grades too"):
-        load("gsm8k_env").load_environment(synthetic=True, fail_share=0.05)
+    assert environment.same_number(environment.number_in(completion), "1042") is right
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "gsm8k").glob("*.toml")), ids=lambda path: path.stem)
@@ -100,17 +86,6 @@ LOGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("threshold", "seconds", "without_evaluations"), [(0.4, 10.0, 10.0), (0.5, 26.0, 20.0), (0.7, None, None)]
-)
-def test_seconds_to_a_threshold_have_the_waits_for_the_evaluations_before(
-    load: Any, threshold: float, seconds: float | None, without_evaluations: float | None
-) -> None:
-    measurements = load("measurements")
-    assert measurements.seconds_to(LOGS, threshold) == seconds
-    assert measurements.seconds_to(LOGS, threshold, evaluations=False) == without_evaluations
-
-
 @pytest.mark.parametrize(("operations", "mfu"), [(6, 0.4737), (4, 0.3158)])
 def test_rates_and_mfu_are_over_the_whole_clock_and_all_gpus(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: int, mfu: float
@@ -126,7 +101,6 @@ def test_rates_and_mfu_are_over_the_whole_clock_and_all_gpus(
     assert (found["tokens_per_s"], found["tokens_per_s_and_gpu"]) == (23.7, 11.8)
     assert found["mfu"] == mfu
     assert found["seconds_to"] == {"0.5": 26.0}
-    assert found["seconds_to_without_evaluations"] == {"0.5": 20.0}
     assert (found["peak_memory_gib"], found["eval_score"], found["problems"]) == (3.0, 0.5, 2)
 
 
@@ -153,43 +127,6 @@ def test_forms_of_a_gpu_have_their_own_peak(load: Any, gpu: str, flops: float | 
     assert load("peak_flops").peak_flops_of(gpu) == flops
 
 
-STEPS = """
-import json, pathlib, sys, time
-directory, steps = pathlib.Path(sys.argv[1]), 6
-kept = directory / "checkpoint"
-first = int(kept.read_text()) if kept.exists() else 0
-for step in range(first + 1, steps + 1):
-    with open(directory / "grades.jsonl", "a") as grades:
-        for _ in range(2):
-            grades.write(json.dumps({"prompt": f"p{step}", "reward": 1.0, "failed": False}) + "\\n")
-    print(json.dumps({"step": step}), flush=True)
-    if step == 2:
-        kept.write_text("2")
-    if step == 3 and sys.argv[2:] and not first:
-        time.sleep(600)
-"""
-
-
-def test_what_a_kill_costs_is_what_was_graded_again(load: Any, tmp_path: Path) -> None:
-    killing = load("killing")
-    script = tmp_path / "steps.py"
-    script.write_text(STEPS)
-
-    def attempt(name: str, *more: str) -> Any:
-        directory = tmp_path / name
-        command = [sys.executable, str(script), str(directory), *more]
-        lines = directory / "lines"
-        return killing.Attempt(
-            command, directory, {}, lambda: killing.newest_of(lines, lambda line: int(json.loads(line)["step"]))
-        )
-
-    # the one that is killed waits at step 3, half of its steps
-    found = killing.kill_and_resume(attempt("whole"), attempt("killed", "waits"), steps=6, group=2)
-    assert (found["killed_at_step"], found["steps"]) == (3, 6)
-    # step 3 was graded twice, since the checkpoint was of step 2
-    assert (found["prompts_again"], found["prompts_skipped"], found["prompts"]) == (1.0, 0, 6.0)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_way_of_a_rollout_and_of_a_block_is_short() -> None:
@@ -199,6 +136,7 @@ def test_the_way_of_a_rollout_and_of_a_block_is_short() -> None:
     assert walk["rollout_files"] <= 20
     assert walk["rollout_moves"] <= 116
     assert walk["block_files"] <= 64
+    assert walk["evaluation_files"] <= 46
 
 
 @pytest.mark.slow
@@ -216,24 +154,42 @@ def test_the_gsm8k_benchmark_runs_end_to_end_on_ten_problems(tmp_path: Path) -> 
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2900)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "| 0.5b | 5 % of grades fail: bias of the reward | not run by us | |" in done.stdout
     result = json.loads(done.stdout.splitlines()[-1])
-    assert {name for name, one in result.items() if one == "not run by us"} == {"0.5b", "1.5b", "1.5b-lora"}
-    tiny = result["tiny"]
-    [seed] = tiny["seeds"]["by_seed"]
+    [seed] = result["by_seed"]
     assert (seed["steps"], seed["problems"]) == (10, 10)
-    assert seed["seconds"] > 0
-    assert seed["tokens_per_s"] > 0
-    assert seed["peak_memory_gib"] > 0
+    assert min(seed["seconds"], seed["tokens_per_s"], seed["peak_memory_gib"]) > 0
     assert (seed["mfu"], seed["tokens_per_s_and_gpu"]) == (None, None)
-    assert 0 <= tiny["seeds"]["eval_score"]["low"] <= seed["eval_score"] <= tiny["seeds"]["eval_score"]["high"] <= 1
-    kill = tiny["kill"]
-    assert kill["steps"] == 12
-    assert 6 <= kill["killed_at_step"] < 12
-    assert kill["prompts"] == 120
-    assert kill["prompts_skipped"] == 0
-    fail = tiny["fail"]
-    assert fail["graded"] == 12 * 80
-    assert 0 < fail["failed"] < 150
-    # each step leaves out another share, so the mean of steps moves a little more than that of all rollouts
-    assert abs(fail["bias"]) <= 2 * fail["chance_high"] + 1e-4
+    assert 0 <= result["eval_score"]["low"] <= seed["eval_score"] <= result["eval_score"]["high"] <= 1
+
+
+SCRIPT = """
+import json, pathlib, sys, time
+asked = json.loads(sys.argv[1])
+directory, steps = pathlib.Path(asked["output_dir"]), 6
+kept = directory / "checkpoint"
+first = int(kept.read_text()) if kept.exists() else 0
+for step in range(first + 1, steps + 1):
+    with open(directory / "grades.jsonl", "a") as grades:
+        for _ in range(2):
+            grades.write(json.dumps({"prompt": f"p{step}", "reward": 1.0, "failed": False}) + "\\n")
+    print(json.dumps({"step": step}), flush=True)
+    if step == 2:
+        kept.write_text("2")
+    if step == 3 and asked["waits"] and not first:
+        time.sleep(600)
+"""
+
+
+def test_what_a_kill_costs_is_what_was_graded_again(load: Any, tmp_path: Path) -> None:
+    faults = load("faults")
+    script = tmp_path / "steps.py"
+    script.write_text(SCRIPT)
+    # the one that is killed waits at step 3, half of its steps
+    whole, killed = (
+        faults.Attempt(script, {"output_dir": str(tmp_path / name), "waits": name == "killed"}, tmp_path / name)
+        for name in ("whole", "killed")
+    )
+    found = faults.kill_and_resume(whole, killed, steps=6, group=2)
+    assert (found["killed_at_step"], found["steps"]) == (3, 6)
+    # step 3 was graded twice, since the checkpoint was of step 2
+    assert (found["prompts_again"], found["prompts_skipped"], found["prompts"]) == (1.0, 0, 6.0)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["EXTRAS", "SERVERS", "install_hint"]
-
 EXTRAS = {
     # what came with 0.1.x, so that its packages import it without requiring it
     **dict.fromkeys(("httpx", "jinja2", "nest_asyncio", "numpy", "requests", "tenacity"), "classic"),

@@ -11,8 +11,6 @@ from typing import Any
 
 from verifiers.chat_messages import message_field, message_text
 
-__all__ = ["environment_html", "results_html"]
-
 _MOST_ROWS = 5
 _MOST_CHARACTERS = 240
 _CELL = "padding: 2px 8px; text-align: left; vertical-align: top; white-space: pre-wrap; overflow-wrap: anywhere"

@@ -17,18 +17,6 @@ from types import FrameType
 
 from verifiers.errors import ConfigError
 
-__all__ = [
-    "bind",
-    "cannot_listen",
-    "end_by_signals",
-    "exits_on_sigterm",
-    "follow_parent",
-    "is_loopback_address",
-    "process_lives",
-    "url_of",
-    "write_port_file",
-]
-
 _PARENT_POLL_S = 0.5
 _ORPHAN_GRACE_S = 5.0
 
@@ -36,8 +24,7 @@ _ORPHAN_GRACE_S = 5.0
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that does not listen yet: an address in use is found out before anything is loaded.
 
-    Args:
-        port: 0 takes a free one.
+    Port 0 takes a free one.
 
     Raises:
         ConfigError: the address is not one of this machine, or the port is in use or not allowed.
@@ -70,7 +57,6 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the base URL of a bound socket."""
     address, port = listener.getsockname()[:2]
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
@@ -84,11 +70,7 @@ def is_loopback_address(address: str) -> bool:
 
 
 def write_port_file(path: Path, listener: socket.socket) -> None:
-    """Write the port of a listening socket so that a reader sees the whole number or no file.
-
-    Raises:
-        ConfigError: the path cannot be written.
-    """
+    """Write the port of a listening socket so that a reader sees the whole number or no file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(f"{listener.getsockname()[1]}\n")

@@ -15,7 +15,7 @@ from inspect_ai.scorer import includes
 from inspect_ai.solver import generate
 
 
-def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Evaluated:
+def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> float:
     """Run one evaluation in this process."""
     samples = [Sample(input=side.question(index), target=side.answer(index)) for index in range(rollouts)]
     [log] = eval(
@@ -32,7 +32,7 @@ def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Eva
     )
     if log.status != "success" or log.results is None:
         raise SystemExit(f"inspect-ai ended with {log.status}: {log.error}")
-    return side.Evaluated(log.results.scores[0].metrics["accuracy"].value)
+    return log.results.scores[0].metrics["accuracy"].value
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ async def _evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> f
     return sum(rewards) / len(rewards)
 
 
-def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Evaluated:
+def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> float:
     """Run one evaluation in this process."""
-    return side.Evaluated(asyncio.run(_evaluate(url, rollouts, in_flight, scratch)))
+    return asyncio.run(_evaluate(url, rollouts, in_flight, scratch))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,9 @@
-"""The floor: the same requests over aiohttp, decoded and compared; nothing is limited, recorded, retried or stored.
-
-A third argument after the three of a side, `same-gc`, gives it this project's collector setting.
-"""
+"""The floor: the same requests over aiohttp, decoded and compared; nothing is limited, recorded or stored."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import sys
 from pathlib import Path
 
 import aiohttp
@@ -31,15 +26,9 @@ async def _evaluate(url: str, rollouts: int, in_flight: int) -> float:
         return sum(await asyncio.gather(*map(one, range(rollouts)))) / rollouts
 
 
-def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Evaluated:
+def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> float:
     """Send all requests at once, bounded by a semaphore."""
-    setting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if sys.argv[4:] == ["same-gc"]:
-        from verifiers.rollouts.run import relaxed_gc
-
-        setting = relaxed_gc()
-    with setting:
-        return side.Evaluated(asyncio.run(_evaluate(url, rollouts, in_flight)))
+    return asyncio.run(_evaluate(url, rollouts, in_flight))
 
 
 if __name__ == "__main__":

@@ -14,26 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 MODEL = "fake"
 ANSWER = "The answer is 42."
 WARM_UP = 64
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The result of an evaluation.
-
-    Attributes:
-        mean: reward.
-        extra_s, extra_cpu_s: seconds spent on what the others do not do at all; told apart, and not counted.
-    """
-
-    mean: float
-    extra_s: float = 0.0
-    extra_cpu_s: float = 0.0
 
 
 def question(index: int) -> str:
@@ -58,11 +43,12 @@ def peak_mb() -> float:
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
 
 
-def measure(evaluate: Callable[[str, int, int, Path], Evaluated]) -> None:
+def measure(evaluate: Callable[[str, int, int, Path], float]) -> None:
     """Run a side and end the process.
 
     Args:
-        evaluate: takes the server's base URL, the number of rollouts, how many in flight and a scratch directory.
+        evaluate: takes the server's base URL, the number of rollouts, how many in flight and a scratch directory;
+            returns the mean reward.
     """
     url, rollouts, in_flight = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with tempfile.TemporaryDirectory(prefix="bench-evaluate-") as scratch:
@@ -73,16 +59,15 @@ def measure(evaluate: Callable[[str, int, int, Path], Evaluated]) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             evaluate(url, WARM_UP, min(in_flight, WARM_UP), warm_up)
             started, cpu = time.perf_counter(), cpu_s()
-            done = evaluate(url, rollouts, in_flight, measured)
+            mean = evaluate(url, rollouts, in_flight, measured)
             seconds, used_s = time.perf_counter() - started, cpu_s() - cpu
         stored = sum(file.stat().st_size for file in measured.rglob("*") if file.is_file())
-    if abs(done.mean - 0.5) > 0.01:
-        raise SystemExit(f"the mean reward is {done.mean}, not 0.5: this side did not evaluate the task")
+    if abs(mean - 0.5) > 0.01:
+        raise SystemExit(f"the mean reward is {mean}, not 0.5: this side did not evaluate the task")
     found = {
         "rollouts": rollouts,
-        "seconds": seconds - done.extra_s,
-        "cpu_s": used_s - done.extra_cpu_s,
-        "extra_s": done.extra_s,
+        "seconds": seconds,
+        "cpu_s": used_s,
         "peak_mb": round(peak_mb(), 1),
         "stored_mb": round(stored / 1e6, 2),
     }

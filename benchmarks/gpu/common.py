@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-__all__ = [
-    "Asked",
-    "Report",
-    "make_model",
-    "make_tokenizer",
-    "peak_memory_mib",
-    "reset_peak_memory",
-    "run_stage",
-    "synchronize",
-]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -108,6 +98,21 @@ def make_tokenizer(words: int = 512) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="w0", eos_token="w0", chat_template=template, padding_side="left"
     )
+
+
+def make_block(sizes: Sequence[tuple[int, int]], generations: int, vocabulary: int) -> Any:
+    """Return a scored block of rollouts with so many (prompt, completion) tokens each, drawn at random."""
+    from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
+    from verifiers.types import Outcome, RolloutKey
+
+    draw, found = random.Random(1), []
+    for index, (prompt, tokens) in enumerate(sizes):
+        ids = [[draw.randrange(1, vocabulary) for _ in range(count)] for count in (prompt, tokens)]
+        row = TokenSequence(ids[0], ids[1], [1] * tokens, [-6.0] * tokens, [0] * tokens)
+        key = RolloutKey(0, *divmod(index, generations))
+        found.append(Rollout(key, Outcome.COMPLETED, "p", "c", reward=draw.random(), rows=[row]))
+    starts = range(0, len(found), generations)
+    return ScoredBlock(0, [Group(start // generations, found[start : start + generations]) for start in starts])
 
 
 def synchronize(asked: Asked) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PEAK_FLOPS", "peak_flops_of"]
-
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Asked, Report, make_model, make_tokenizer, peak_memory_mib, run_stage, synchronize
+from common import Asked, Report, make_block, make_model, make_tokenizer, peak_memory_mib, run_stage, synchronize
 from peak_flops import peak_flops_of
 
 GENERATIONS = 8
@@ -34,18 +34,8 @@ def sizes_of(longest: int, rollouts: int) -> list[tuple[int, int]]:
     return found
 
 
-def make_block(longest: int, rollouts: int) -> Any:
-    from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-    from verifiers.types import Outcome, RolloutKey
-
-    draw, found = random.Random(1), []
-    for index, (prompt, tokens) in enumerate(sizes_of(longest, rollouts)):
-        ids = [[draw.randrange(1, 512) for _ in range(count)] for count in (prompt, tokens)]
-        row = TokenSequence(ids[0], ids[1], [1] * tokens, [-6.0] * tokens, [0] * tokens)
-        key = RolloutKey(0, *divmod(index, GENERATIONS))
-        found.append(Rollout(key, Outcome.COMPLETED, "p", "c", reward=draw.random(), rows=[row]))
-    starts = range(0, len(found), GENERATIONS)
-    return ScoredBlock(0, [Group(start // GENERATIONS, found[start : start + GENERATIONS]) for start in starts])
+def block_of(longest: int, rollouts: int) -> Any:
+    return make_block(sizes_of(longest, rollouts), GENERATIONS, 512)
 
 
 def settings(asked: Asked, longest: int, rollouts: int) -> dict[str, Any]:
@@ -76,7 +66,7 @@ def ours(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -> 
     rows = [{"question": "w1", "answer": "w2"}] * rollouts
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[_no_reward]))
     trainer = GRPOTrainer(model, env, args, make_tokenizer(), client=Endpoint(url))
-    block = build_training_block(make_block(longest, rollouts), trainer.plan, trainer.args, 0)
+    block = build_training_block(block_of(longest, rollouts), trainer.plan, trainer.args, 0)
     return trainer, [{"micro_batches": micro_batches} for (micro_batches,) in block.micro_steps]
 
 
@@ -88,7 +78,7 @@ def theirs(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -
     args = trl.GRPOConfig(**settings(asked, longest, rollouts))
     rows = datasets.Dataset.from_list([{"prompt": "w1"}] * rollouts)
     trainer = trl.GRPOTrainer(model, _no_rewards, args=args, train_dataset=rows, processing_class=make_tokenizer())
-    rollouts_of_block = [one for group in make_block(longest, rollouts).groups for one in group.rollouts]
+    rollouts_of_block = [one for group in block_of(longest, rollouts).groups for one in group.rollouts]
     found = [one.rows[0] for one in rollouts_of_block]
     prompt_width, width = (max(len(getattr(row, name)) for row in found) for name in ("prompt_ids", "completion_ids"))
     device = trainer.accelerator.device

@@ -10,17 +10,10 @@ small model of characters. They show that everything runs, and measure nothing.
 from __future__ import annotations
 
 import re
-import sys
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
 
 import verifiers as vf
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training_faults"))
-from grades import Grades
-
-__all__ = ["load_environment", "number_in", "same_number", "synthetic_problems"]
 
 SYSTEM_PROMPT = 'Solve the problem step by step, and end with the answer as a number after "####".'
 SYNTHETIC = 10
@@ -62,12 +55,7 @@ def synthetic_problems() -> list[dict[str, str]]:
 
 
 def load_environment(
-    synthetic: bool = False,
-    num_train: int = -1,
-    num_eval: int = -1,
-    grades: str | None = None,
-    fail_share: float = 0.0,
-    seed: int = 0,
+    synthetic: bool = False, num_train: int = -1, num_eval: int = -1, seed: int = 0
 ) -> vf.Environment:
     """Build the environment.
 
@@ -75,18 +63,8 @@ def load_environment(
         synthetic: the ten made-up problems; else GSM8K, from the Hugging Face hub or its cache.
         num_train: training problems; all of them by default.
         num_eval: eval problems; all of them by default.
-        grades: file to which the true reward of each training rollout is appended.
-        fail_share: share of the training rollouts whose grade fails, for the fault row; needs `grades`.
-        seed: of the choice of problems, and of the grades that fail.
-
-    Raises:
-        vf.ConfigError: `fail_share` without `grades`, or not from 0 to below 1.
+        seed: of the choice of problems.
     """
-    if not 0 <= fail_share < 1:
-        raise vf.ConfigError(f"fail_share is {fail_share!r}, but it must be from 0 to below 1, such as 0.05.")
-    if fail_share and grades is None:
-        raise vf.ConfigError(f"fail_share is {fail_share!r}, so give grades too: the file for the true rewards.")
-    noted = Grades(grades, fail_share=fail_share, seed=seed) if grades is not None else None
     train: Any
     eval_rows: Any
     if synthetic:
@@ -95,13 +73,10 @@ def load_environment(
     else:
         train = vf.load_example_dataset("gsm8k", split="train", n=num_train, seed=seed)
         eval_rows = vf.load_example_dataset("gsm8k", split="test", n=num_eval, seed=seed)
-    asked = {row["question"] for row in train}
 
-    def correct(prompt: Any, completion: Any, answer: str) -> float:
-        """Reward the right number with 1.0; in a run with faults, training grades are noted and may fail."""
-        reward = float(same_number(number_in(completion[-1]["content"]), answer))
-        question = prompt[-1]["content"]
-        return noted.reward(question, reward) if noted is not None and question in asked else reward
+    def correct(completion: Any, answer: str) -> float:
+        """Reward the right number with 1.0."""
+        return float(same_number(number_in(completion[-1]["content"]), answer))
 
     return vf.SingleTurnEnv(
         dataset=train,

@@ -13,8 +13,6 @@ from verifiers.evals.comparison import read_compared_run
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.monitoring.run_log import METRICS
 
-__all__ = ["last_eval", "logged_rewards", "newest_step", "read_lines", "read_measurements", "seconds_to"]
-
 Lines = Sequence[dict[str, Any]]
 
 
@@ -30,27 +28,19 @@ def newest_step(directory: Path) -> int:
     return max((int(line["step"]) for line in read_lines(directory) if "reward" in line), default=0)
 
 
-def logged_rewards(directory: Path) -> list[float]:
-    """Return the mean training reward of each step."""
-    return [line["reward"] for line in read_lines(directory) if "reward" in line]
-
-
-def trainer_seconds(lines: Lines, step: int | None = None, *, evaluations: bool = True) -> float:
-    """Return the trainer's seconds up to a step, or of the whole run, with the waits for evaluations or without."""
+def trainer_seconds(lines: Lines, step: int | None = None) -> float:
+    """Return the trainer's seconds up to a step, or of the whole run, waits for evaluations included."""
     return math.fsum(
-        line["steps"] * (line["time/step_s"] - (0.0 if evaluations else line.get("time/eval_s", 0.0)))
+        line["steps"] * line["time/step_s"]
         for line in lines
         if "time/step_s" in line and (step is None or line["step"] <= step)
     )
 
 
-def seconds_to(lines: Lines, threshold: float, *, evaluations: bool = True) -> float | None:
-    """Return the trainer's seconds up to the first evaluation at the threshold; None where none was.
-
-    The waits for the evaluations before that one are counted, unless `evaluations` is False.
-    """
+def seconds_to(lines: Lines, threshold: float) -> float | None:
+    """Return the trainer's seconds up to the first evaluation at the threshold; None where none was."""
     found = [line["step"] for line in lines if line.get("eval_reward", -math.inf) >= threshold]
-    return trainer_seconds(lines, min(found), evaluations=evaluations) if found else None
+    return trainer_seconds(lines, min(found)) if found else None
 
 
 def last_eval(directory: Path) -> tuple[Estimate, dict[Any, list[float]]]:
@@ -100,9 +90,6 @@ def read_measurements(
         "seconds": round(seconds, 2),
         "steps": newest_step(directory),
         "seconds_to": {str(threshold): seconds_to(lines, threshold) for threshold in thresholds},
-        "seconds_to_without_evaluations": {
-            str(threshold): seconds_to(lines, threshold, evaluations=False) for threshold in thresholds
-        },
         "tokens_per_s": round(rate, 1),
         "tokens_per_s_and_gpu": round(rate / gpus, 1) if gpus else None,
         "mfu": mfu,

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SUITES", "Anchor", "Suite", "make_tiny_start", "write_run_file"]
-
 HERE = Path(__file__).parent
 
 
@@ -31,7 +29,6 @@ class Suite:
         run_file: in this folder.
         anchors: published scores, which are the thresholds.
         parameters: of the model, by its maker; None where MFU says nothing.
-        fault_steps: optimizer steps of a run with a fault.
         operations: of training for each parameter and token: 2 forward and 4 backward; with LoRA 2 backward, as
             frozen weights get no gradient.
     """
@@ -39,7 +36,6 @@ class Suite:
     run_file: str
     anchors: tuple[Anchor, ...]
     parameters: float | None
-    fault_steps: int
     operations: int = 6
 
     def settings(self) -> dict[str, Any]:
@@ -48,12 +44,12 @@ class Suite:
 
 
 SUITES = {
-    "0.5b": Suite("qwen2.5-0.5b.toml", (Anchor("verl, PPO", 0.567),), 0.494e9, 60),
+    "0.5b": Suite("qwen2.5-0.5b.toml", (Anchor("verl, PPO", 0.567),), 0.494e9),
     "1.5b": Suite(
-        "qwen2.5-1.5b.toml", (Anchor("verl, GRPO with LoRA", 0.779), Anchor("AReaL, GRPO", 0.7957)), 1.544e9, 60
+        "qwen2.5-1.5b.toml", (Anchor("verl, GRPO with LoRA", 0.779), Anchor("AReaL, GRPO", 0.7957)), 1.544e9
     ),
-    "1.5b-lora": Suite("qwen2.5-1.5b-lora.toml", (Anchor("verl, GRPO with LoRA", 0.779),), 1.544e9, 60, operations=4),
-    "tiny": Suite("tiny.toml", (Anchor("made up", 0.3),), None, 12),
+    "1.5b-lora": Suite("qwen2.5-1.5b-lora.toml", (Anchor("verl, GRPO with LoRA", 0.779),), 1.544e9, operations=4),
+    "tiny": Suite("tiny.toml", (Anchor("made up", 0.3),), None),
 }
 
 

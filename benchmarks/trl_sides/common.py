@@ -11,12 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training_faults"))
 from grades import Grades
-
-__all__ = ["Told", "arguments", "environment", "graded", "grades_of", "peft_config", "settings"]
+from transformers import TrainerCallback
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-4,

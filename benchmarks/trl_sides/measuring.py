@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training_faults"))
-from killing import passive_environ
-
-__all__ = ["SIDES", "Run", "measure", "run_side"]
+from faults import passive_environ
 
 SIDES = Path(__file__).parent
 

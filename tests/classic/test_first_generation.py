@@ -12,7 +12,7 @@ from datasets import Dataset
 
 import verifiers as vf
 from verifiers.envs.datasets import format_dataset
-from verifiers.evals.evaluation_run import run_in
+from verifiers.evals.evaluation_run import new_run
 from verifiers.keywords import warn_once
 from verifiers.testing import FakeClient
 
@@ -108,7 +108,7 @@ async def test_an_empty_dataset_makes_an_environment_and_gives_empty_results(
 
 def test_an_evaluation_of_no_rows_is_refused(tmp_path: Any) -> None:
     with pytest.raises(vf.ConfigError, match="the dataset has no rows to evaluate"):
-        run_in(tmp_path, {"num_examples": 0, "rollouts_per_example": 1}, vf.Rubric())
+        new_run(tmp_path, {"num_examples": 0, "rollouts_per_example": 1}, vf.Rubric())
 
 
 # -- functions that are awaited, and the order of a group's rows ----------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -15,44 +16,30 @@ from types import SimpleNamespace
 
 import pytest
 
-from verifiers.cli.main import COMMANDS, CommandFailedError, run_command
+from verifiers.cli.main import COMMANDS, Command, CommandFailedError, run_command
 from verifiers.cli.main import main as umbrella
 from verifiers.errors import ConfigError, GradingError
 
 ROOT = Path(__file__).parents[2]
 # installed where vLLM is
 sys.path.append(str(ROOT / "servers/vllm"))
-MODULES = {
-    "vf-init": "verifiers.cli.init",
-    "vf-install": "verifiers.cli.install",
-    "vf-list": "verifiers.cli.list",
-    "vf-play": "verifiers.cli.play",
-    "vf-eval": "verifiers.cli.evaluate",
-    "vf-gateway": "verifiers.cli.gateway",
-    "vf-regrade": "verifiers.cli.regrade",
-    "vf-merge": "verifiers.cli.merge",
-    "vf-export": "verifiers.cli.export",
-    "vf-compare": "verifiers.cli.compare",
-    "vf-view": "verifiers.cli.view",
-    "vf-train": "verifiers.cli.train",
-    "vf-launch": "verifiers.cli.cluster.launch",
-    "vf-report": "verifiers.cli.report",
-    "python -m verifiers.testing": "verifiers.testing.__main__",
-}
-
-
+OWN = {f"vf-{name}": target for name, (target, _) in COMMANDS.items()}
+OWN["python -m verifiers.testing"] = "verifiers.testing.__main__:main"
 SERVERS = {
-    "vf-serve": "verifiers_embedded.cli",
-    "vf-dataserver": "verifiers_dataserver.cli",
-    "vf-vllm": "verifiers_vllm.cli",
+    "vf-serve": "verifiers_embedded.cli:main",
+    "vf-dataserver": "verifiers_dataserver.cli:main",
+    "vf-vllm": "verifiers_vllm.cli:main",
 }
-ALL = {**MODULES, **SERVERS, "vf": "verifiers.cli.main"}
+ALL = {**OWN, **SERVERS, "vf": "verifiers.cli.main:main"}
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    found = importlib.import_module(ALL[command]).parser()
-    assert isinstance(found, argparse.ArgumentParser)
-    return found
+    found = pkgutil.resolve_name(ALL[command])
+    if not isinstance(found, Command):
+        found = importlib.import_module(found.__module__)
+    parser = found.parser()
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
 
 
 def flags_of(command: str) -> list[argparse.Action]:
@@ -67,14 +54,14 @@ def sections() -> dict[str, str]:
     return {part.partition("\n")[0].strip(): part for part in parts}
 
 
-@pytest.mark.parametrize("command", MODULES)
+@pytest.mark.parametrize("command", OWN)
 def test_the_page_names_exactly_the_flags_that_the_command_has(command: str) -> None:
     there = {tuple(action.option_strings) for action in flags_of(command)}
     rows = re.findall(r"^\| (`-.*?) \|", sections()[command], flags=re.MULTILINE)
     assert {tuple(re.findall(r"`(-[^`]+)`", row)) for row in rows} == there
 
 
-@pytest.mark.parametrize("command", MODULES)
+@pytest.mark.parametrize("command", OWN)
 def test_the_defaults_on_the_page_are_those_of_the_command(command: str) -> None:
     defaults = {action.option_strings[-1]: action.default for action in flags_of(command)}
     for row in re.findall(r"^\| `-.*", sections()[command], flags=re.MULTILINE):
@@ -130,7 +117,7 @@ def test_every_command_tells_its_version(command: str, capsys: pytest.CaptureFix
 
 
 def test_vf_runs_every_command_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in [*MODULES, *SERVERS]:
+    for command in [*OWN, *SERVERS]:
         if command.startswith("vf-") and command != "vf-vllm":
             with pytest.raises(SystemExit) as ended:
                 umbrella([command.removeprefix("vf-"), "--help"])
@@ -166,16 +153,16 @@ def test_every_command_of_the_project_is_on_the_page_and_can_be_called() -> None
     assert set(scripts) <= set(sections())
     assert {f"vf-{name}" for name in COMMANDS} == {*scripts} - {"vf"}
     for command, target in scripts.items():
-        module, _, function = target.partition(":")
-        assert module == ALL[command]
-        assert callable(getattr(importlib.import_module(module), function))
+        assert target == ALL[command]
+        assert callable(pkgutil.resolve_name(target))
 
 
-@pytest.mark.parametrize("command", MODULES)
+@pytest.mark.parametrize("command", OWN)
 def test_help_loads_nothing_that_is_slow(command: str) -> None:
     code = (
         "import contextlib, sys\n"
-        f"from {MODULES[command]} import main\n"
+        "import pkgutil\n"
+        f"main = pkgutil.resolve_name({OWN[command]!r})\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
         "slow = {'aiohttp', 'datasets', 'numpy', 'openai', 'packaging', 'pydantic', 'rich', 'torch'}\n"
         "print(sorted(slow & set(sys.modules)), file=sys.stderr)"

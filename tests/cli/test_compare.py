@@ -49,17 +49,6 @@ def test_a_sentence_says_which_run_is_better(runs: list[str], capsys: pytest.Cap
     assert "detectable with 80 % power: 0.2" in shown
 
 
-def test_a_terminal_gets_a_table(
-    runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "120")
-    assert main([*runs, "--metric", "reward", "--metric", "pass^2", "--confidence", "0.9"]) == 0
-    shown = capsys.readouterr().out
-    assert "90 % interval" in shown
-    assert "+0.80 │" in shown
-
-
 def test_json_is_one_line_for_machines(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*runs, "--json", "--metric", "reward", "--metric", "pass@2"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -111,8 +100,3 @@ def test_mistakes_in_the_command_end_with_2(
 ) -> None:
     assert main([*runs, *more]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_directory_without_a_run_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), str(tmp_path)]) == 2
-    assert "results.jsonl" in capsys.readouterr().err

@@ -208,40 +208,6 @@ def test_the_summary_is_one_line_of_json_for_machines(
     assert Path(summary["results"]) == results.directory
 
 
-def test_a_terminal_gets_tables(
-    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main([env_name, "-m", "fake", "-n", "6", "-r", "4"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"│ good +│ 0\.\d+ │", shown)
-    assert re.search(r"│ pass\^4 +│", shown)
-    # rewards are 0 and 1: that is pass@k
-    assert "best@" not in shown
-    assert "% of the reward's variance is between prompts: more " in shown
-
-
-def test_one_prompt_has_no_interval_in_the_table_either(
-    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([env_name, "-b", server.url, "-n", "1", "-r", "1"]) == 0
-    assert "nan" not in capsys.readouterr().out
-
-
-def test_failed_rollouts_are_counted_and_are_no_zeros(
-    env_name: str, capsys: pytest.CaptureFixture[str], results: Any
-) -> None:
-    with FakeOpenAIServer("4", faults=Fault(401)) as server:
-        assert main([env_name, "-b", server.url, "-n", "2", "-r", "1", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["outcomes"] == {"completed": 1, "provider_error": 1}
-    assert summary["rewards"]["reward"]["mean"] == 1.0
-    failed = [row for row in results.rows if row["reward"] is None]
-    assert len(failed) == 1
-    assert "answered 401" in failed[0]["error"]
-
-
 def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_name: str) -> None:
     assert main([env_name, "-a", '{"n": 4}', "-b", server.url, "-n", "-1", "-r", "1", "-c", "2", "--json"]) == 0
     assert server.request_count == 4
@@ -252,20 +218,13 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
     ("arguments", "message"),
     [
         (["toy-sum-env"], "There is no environment 'toy-sum-env' among .*the nearest are 'toy_sums_env'"),
-        (["ENV", "-a", '{"column": "text"}'], "neither a column 'prompt' nor a column 'question', only text"),
-        (["ENV", "-a", "{n: 1}"], "--env-args is '{n: 1}', which is not valid JSON"),
         (["ENV", "-a", "[1]"], r"--env-args is '\[1\]'; give a JSON object like"),
-        (["ENV", "-a", '{"rows": 1}'], r"cannot be made with these arguments .*it takes column='question', n=6"),
         (["ENV", "-S", "top_p=1"], "--sampling-args is 'top_p=1', which is not valid JSON"),
         (["ENV", "--header", "X-Team blue"], "--header is 'X-Team blue'; give it as 'Name: value'"),
-        (["ENV", "--header", ": blue"], "--header is ': blue'"),
         (["ENV", "-b", "localhost:8000"], "base URL 'localhost:8000' is not an HTTP address"),
         (["ENV", "-n", "0"], "--num-examples is 0; give 1 or more, or -1 for all"),
-        (["ENV", "-r", "0"], "--rollouts-per-example is 0; give 1 or more"),
         (["ENV", "-c", "0"], "max_concurrent is 0"),
         (["ENV", "--attempt-timeout", "0"], "--attempt-timeout is 0; give a number of seconds above 0"),
-        (["ENV", "--rollout-timeout", "-5"], "--rollout-timeout is -5; give a number of seconds above 0"),
-        (["ENV", "--grading-timeout", "0"], "--grading-timeout is 0; give a number of seconds above 0"),
         (["ENV", "-e", "none.toml"], "leave --api-base-url and --header out"),
         (["ENV", "--requests-per-second", "-1"], "requests_per_second is -1"),
         (["ENV", "--output-dir", "taken"], "results cannot be written under 'taken'"),
@@ -294,24 +253,10 @@ def test_a_registry_names_the_endpoint(env_name: str, server: FakeOpenAIServer, 
     assert (metadata["model"], metadata["endpoint"], metadata["base_url"]) == ("org/policy", "small", server.url)
 
 
-def test_several_servers_of_one_model_share_the_calls(env_name: str, server: FakeOpenAIServer) -> None:
-    with FakeOpenAIServer("4", latency_s=0.01) as second:
-        assert main([env_name, "-b", server.url, "-b", second.url, "-n", "5", "-r", "4", "--json"]) == 0
-        assert server.request_count + second.request_count == 20
-        assert min(server.request_count, second.request_count) > 0
-
-
-def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([env_name, "--no-such-flag"])
-    assert caught.value.code == 2
-    assert "--no-such-flag" in capsys.readouterr().err
-
-
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
     env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("verifiers.cli.evaluation.endpoint.LISTENER_GRACE_S", 0.3)
+    monkeypatch.setattr("verifiers.cli.endpoint.LISTENER_GRACE_S", 0.3)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
@@ -326,17 +271,6 @@ def test_an_environment_that_fails_is_one_sentence_and_exit_code_1(
 ) -> None:
     assert main([env_name, "-m", "fake", "-a", '{"n": "many"}']) == 1
     assert "The environment 'toy-sums-env' could not be made: TypeError" in capsys.readouterr().err
-
-
-def test_an_interrupt_is_exit_code_130(
-    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: Any) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("verifiers.cli.evaluate.evaluate", interrupted)
-    assert main([env_name]) == 130
-    assert capsys.readouterr().err == "vf-eval: interrupted\n"
 
 
 def test_it_runs_as_a_command_from_an_environments_directory(server: FakeOpenAIServer, env_name: str) -> None:

@@ -6,12 +6,17 @@ import asyncio
 import io
 import re
 import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from verifiers.cli.evaluation import output
-from verifiers.cli.evaluation.output import live_line, progress_text
-from verifiers.evals.progress import Progress
+import verifiers as vf
+from verifiers.cli import evaluation_output
+from verifiers.cli.evaluation_output import live_line, progress_text
+from verifiers.evals.evaluation_run import EvaluationRun, new_run
+from verifiers.evals.results import RolloutResults
 
 
 class Terminal(io.StringIO):
@@ -19,15 +24,18 @@ class Terminal(io.StringIO):
         return True
 
 
+def run(**known: Any) -> EvaluationRun:
+    made = new_run(Path("nowhere"), {"env": "sums", "num_examples": 4, "rollouts_per_example": 3}, vf.Rubric())
+    return replace(made, **known)
+
+
 def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
-    progress = Progress()
-    for generation, reward in enumerate((1.0, 0.0, None)):
-        outcome = "timed_out" if reward is None else "completed"
-        progress.add_row(
-            {"example_id": 0, "generation": generation, "outcome": outcome, "reward": reward, "attempts": 2}
-        )
-    known = {"planned": 12, "finished_before": 1, "ran": 2, "tokens": 500, "elapsed_s": 4.0, "in_flight": 7}
-    text = progress_text(progress, env="sums", **known)  # type: ignore[arg-type]
+    rows = [
+        {"example_id": 0, "generation": g, "outcome": "completed", "reward": r, "attempts": 2}
+        for g, r in enumerate((1.0, 0.0, None))
+    ]
+    some = run(results=RolloutResults(rows), done={0: {0}}, ran=2, tokens=500)
+    text = progress_text(some, 4.0, in_flight=7)
     assert text.split("  ") == [
         "sums",
         "3/12 rollouts",
@@ -38,14 +46,11 @@ def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
         "7 in flight",
         "125 tokens/s",
     ]
-    with_bar = progress_text(progress, env="sums", **known, with_bar=True)  # type: ignore[arg-type]
-    assert with_bar == "━━━╌╌╌╌╌╌╌╌╌  " + text
+    assert progress_text(some, 4.0, in_flight=7, with_bar=True) == "━━━╌╌╌╌╌╌╌╌╌  " + text
 
 
 def test_nothing_is_made_up_before_the_first_rollout() -> None:
-    text = progress_text(
-        Progress(), env="sums", planned=5, finished_before=0, ran=0, tokens=0, elapsed_s=0.0, in_flight=0
-    )
+    text = progress_text(run(), 0.0, in_flight=0)
     assert text.split("  ")[2] == "reward -"
     assert "  ? left  " in text
 
@@ -70,7 +75,7 @@ async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:
 
 
 async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_PLAIN_EVERY_S", 0.05)
+    monkeypatch.setattr(evaluation_output, "_PLAIN_EVERY_S", 0.05)
     stream = io.StringIO()
     began = time.monotonic()
     async with asyncio.timeout(60), live_line(lambda on_terminal: f"5 of 9 {on_terminal}", stream):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from verifiers.cli.evaluate import main
+from verifiers.errors import ProviderError
+from verifiers.inference.endpoint import CHAT, Endpoint, HttpBackend
 from verifiers.inference.endpoint_registry import registries
+from verifiers.inference.retry import RetryPolicy, retry
 from verifiers.testing import FakeOpenAIServer, Fault
 
 SMALL = ["-m", "small", "-n", "1", "-r", "1"]
@@ -115,36 +119,54 @@ def test_an_attempt_gets_a_third_of_a_rollouts_time_unless_told(
     assert (results.metadata["attempt_timeout_s"], results.metadata["rollout_timeout_s"]) == (attempt_s, rollout_s)
 
 
-def test_an_entrys_own_deadline_counts(server: FakeOpenAIServer, env_name: str, results: Any) -> None:
-    write_registry(Path("mine.toml"), server.url)
-    with Path("mine.toml").open("a") as file:
-        file.write("attempt_timeout_s = 1200\n")
-    assert main([env_name, *SMALL, "-e", "mine.toml"]) == 0
-    assert results.metadata["attempt_timeout_s"] == 1200
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "-m is missing: name a model, or 'fake' for the built-in one, which needs no endpoint."),
+        (
+            ["-m", "gpt-x"],
+            "the environment variable 'OPENAI_API_KEY' holds no key for https://api.openai.com/v1; set it",
+        ),
+        (["-k", "NOSUCHVAR", "-b", "http://127.0.0.1:1/v1"], "the environment variable 'NOSUCHVAR' holds no key for"),
+    ],
+)
+def test_a_model_or_a_key_that_is_missing_is_refused_before_any_call(
+    arguments: list[str],
+    sentence: str,
+    env_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    assert main([env_name, *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"vf-eval: {sentence}")
+    assert not Path("outputs").exists()
 
 
-def test_the_built_in_fake_reads_each_environment_of_a_group(tmp_path: Path, env_name: str, results: Any) -> None:
-    Path("modules/toy_sums_env.py").write_text(
-        """
-import verifiers as vf
+def test_a_base_url_without_v1_is_told_to_add_it(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeOpenAIServer("4") as server:
+        url = server.url.removesuffix("/v1")
+        assert main([env_name, "-b", url, "-m", "m", "-n", "1", "-r", "1"]) == 1
+    assert f"is the base URL {url}/v1?" in capsys.readouterr().err
 
 
-def member(name):
-    parser = vf.XMLParser([name], answer_field=name)
-    rows = [{"question": f"{name} {n}", "answer": str(n)} for n in range(20)]
+async def test_a_host_name_without_an_address_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
 
-    def right(completion, answer):
-        return float(parser.parse_answer(completion) == answer)
+    async def unknown(*_: object, **__: object) -> None:
+        tries.append(None)
+        raise OSError(-2, "Name or service not known")
 
-    return vf.SingleTurnEnv(eval_dataset=rows, parser=parser, rubric=vf.Rubric([right], parser=parser))
-
-
-def load_environment():
-    return vf.EnvGroup([member("one"), member("two")], env_names=["one", "two"])
-"""
-    )
-    assert main([env_name, "-m", "fake", "-n", "10", "-r", "8"]) == 0
-    for task in ("one", "two"):
-        rewards = [row["reward"] for row in results.rows if row["task"] == task]
-        assert len(rewards) == 40
-        assert set(rewards) == {0.0, 1.0}
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
+    backend = HttpBackend(Endpoint("http://no-such-host.invalid/v1"))
+    with pytest.raises(ProviderError, match=r"no-such-host\.invalid.*\(after 2 attempts\)"):
+        await retry(
+            lambda: backend.call(CHAT, {"model": "m", "messages": []}), RetryPolicy(max_attempts=9, base_s=0.01)
+        )
+    assert len(tries) == 2
+    await backend.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,10 +13,9 @@ import aiohttp
 import openai
 import pytest
 
-from verifiers.cli.evaluation.external_run import ExternalRun, TokenStore
-from verifiers.evals.progress import Progress
+from verifiers.cli.external_run import ExternalRun
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, read_run
-from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
@@ -78,9 +76,9 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
             backend = HttpBackend(Endpoint(server.url))
             held.push_async_callback(backend.close)
             store = held.enter_context(ResultStore(tmp_path, {"env": "external", "model": "fake"}))
-            tokens = held.enter_context(TokenStore(tmp_path))
             given = {"retry": RetryPolicy(max_attempts=1), "drain_s": 0.2, **settings}
-            run = ExternalRun(backend, "fake", store, tokens, Progress(), host="127.0.0.1", port=0, **given)
+            results = RolloutResults()
+            run = ExternalRun(backend, "fake", store, results, host="127.0.0.1", port=0, **given)
             serving = asyncio.create_task(run.serve())
             url = (await run.env.start()).url
             http = await held.enter_async_context(aiohttp.ClientSession())
@@ -113,7 +111,7 @@ async def test_a_session_is_stored_as_a_rollout_with_its_conversation_and_token_
     assert len(tokens["completion_ids"]) == len(tokens["loss_mask"]) == len(tokens["logprobs"])
     sampled = [i for i, kept in zip(tokens["completion_ids"], tokens["loss_mask"], strict=True) if kept]
     assert decode_ids(sampled).startswith("41")
-    assert run.progress.mean_reward == 0.5
+    assert run.results.mean_reward == 0.5
 
 
 async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
@@ -140,7 +138,7 @@ async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
                 await asyncio.sleep(0.01)
         may_begin.set()
         async with asyncio.timeout(60):
-            while len(run.progress) == 0:  # noqa: ASYNC110
+            while len(run.results) == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     (row,) = read_run(tmp_path).rows
     assert (row["outcome"], row["reward"]) == ("cancelled", None)
@@ -206,24 +204,6 @@ async def test_every_end_has_its_outcome_and_only_a_reward_that_was_posted_count
     assert len(rows) == 7
     assert (rows[stopped["id"]]["outcome"], rows[stopped["id"]]["turns"]) == ("cancelled", 1)
     assert "gateway was stopped" in rows[stopped["id"]]["error"]
-
-
-def sessions_in_memory(key: str) -> int:
-    gc.collect()
-    return sum(type(each) is Session and each.key == key for each in gc.get_objects())
-
-
-async def test_of_a_session_that_ended_only_its_numbers_are_kept(gateway: Start) -> None:
-    async with gateway() as (client, _):
-        session = await client.open()
-        await ask(session)
-        assert sessions_in_memory(session["key"]) == 1
-        result = await client.end(session, reward=0.5)
-        async with asyncio.timeout(20):
-            while sessions_in_memory(session["key"]):  # noqa: ASYNC110 - until the rollout's task has ended
-                await asyncio.sleep(0.05)
-        assert await client.end(session) == result
-        assert (result["calls"], result["reward"]) == (1, 0.5)
 
 
 async def test_a_session_that_cannot_begin_is_refused_and_others_go_on(gateway: Start, tmp_path: Path) -> None:

@@ -69,15 +69,6 @@ def test_every_template_passes_its_own_tests_as_it_is(
             del sys.modules[module]
 
 
-@pytest.mark.slow
-def test_the_tests_run_by_pytest_from_the_directory_above_without_an_installation() -> None:
-    assert main(["my-env"]) == 0
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "environments/my_env"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
-
-
 def test_templates_are_formatted_and_free_of_lint() -> None:
     for kind in KINDS:
         assert main([f"one-{kind}", "--kind", kind]) == 0
@@ -92,15 +83,10 @@ def test_templates_are_formatted_and_free_of_lint() -> None:
     ("name", "message"),
     [
         ("My-Env", "the name 'My-Env' cannot name a package"),
-        ("2048", "'2048' cannot name"),
-        ("-env", "'-env' cannot name"),
         ("../up", "'../up' cannot name"),
-        ("a--b", "'a--b' cannot name"),
-        ("", "'' cannot name"),
         ("class", "'class' is a keyword of Python"),
         ("random", "'random' would hide Python's own module random"),
         ("verifiers", "'verifiers' is already installed"),
-        ("openai", r"'openai' is already installed \(version"),
         ("yaml", "'yaml' would hide the installed module yaml"),
     ],
 )
@@ -133,12 +119,6 @@ def test_what_is_there_is_never_overwritten(present: str, message: str, capsys: 
     assert files_under(Path()) == {present}
 
 
-def test_an_empty_directory_of_the_name_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("environments/my_env").mkdir(parents=True)
-    assert main(["my-env"]) == 2
-    assert "an empty directory" in capsys.readouterr().err
-
-
 def test_a_package_whose_writing_fails_is_not_there_at_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,12 +133,6 @@ def test_a_package_whose_writing_fails_is_not_there_at_all(
     assert main(["my-env", "-p", "elsewhere"]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir("elsewhere") == []
-
-
-def test_it_goes_to_the_directory_given_and_the_commands_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["my-env", "-p", "elsewhere"]) == 0
-    assert Path("elsewhere/my_env/my_env.py").is_file()
-    assert "vf-install my-env -p elsewhere" in capsys.readouterr().out
 
 
 def test_a_model_is_made_where_it_is_asked_for_and_never_over_something(
@@ -176,14 +150,3 @@ def test_a_model_is_made_where_it_is_asked_for_and_never_over_something(
     assert "vf-serve --model models/mine" in capsys.readouterr().out
     assert main(["--model", "tiny"]) == 2
     assert "'tiny' exists already" in capsys.readouterr().err
-
-
-def test_a_model_without_the_train_extra_and_a_package_without_a_name_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "verifiers.train.tiny_model.warm_start", raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["--model", "tiny"]) == 2
-    assert capsys.readouterr().err.startswith("vf-init: --model needs torch, which is not installed; ")
-    assert main([]) == 2
-    assert capsys.readouterr().err.startswith("vf-init: the name of the environment is missing; ")

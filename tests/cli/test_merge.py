@@ -2,76 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from verifiers.cli.compare import main as compare
 from verifiers.cli.evaluate import main as evaluate
-from verifiers.cli.export import main as export
-from verifiers.cli.merge import main as merge
-from verifiers.evals.store import read_metadata, read_run
+from verifiers.cli.stored_runs import export, merge
 from verifiers.testing import FakeOpenAIServer
-
-NOT_COMPARABLE = ("seconds", "loop_lag_ms", "results")
-
-
-def by_chance(body: dict[str, Any]) -> str:
-    """Answer right or wrong by the prompt and the sampling seed."""
-    return str(4 + random.Random(f"{body['messages'][-1]['content']} {body['seed']}").randrange(2))
-
-
-def summary_of(text: str) -> dict[str, Any]:
-    return {name: value for name, value in json.loads(text).items() if name not in NOT_COMPARABLE}
-
-
-def rows_of(directory: Path) -> list[dict[str, Any]]:
-    rows = read_run(directory).rows
-    return [{name: row[name] for name in row if not name.endswith("_ms")} for row in rows]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_eight_processes_make_the_run_of_one(env_name: str, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'modules'}:{os.environ.get('PYTHONPATH', '')}"}
-    with FakeOpenAIServer(by_chance) as server:
-        command = [sys.executable, "-m", "verifiers.cli.evaluate", env_name, "-a", '{"n": 30}', "-m", "policy"]
-        command += ["-b", server.url, "-n", "-1", "-r", "4", "--seed", "5", "--json", "--output-dir"]
-        jobs = [
-            subprocess.Popen([*command, "runs", "--shard", f"{n}/8"], env=env, stdout=-1, stderr=-1, text=True)
-            for n in range(1, 9)
-        ]
-        for job in jobs:
-            _, err = job.communicate(timeout=200)
-            assert job.returncode == 0, err
-        straight = subprocess.run([*command, "straight"], env=env, capture_output=True, text=True, timeout=100)
-        assert straight.returncode == 0, straight.stderr
-    merged = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "verifiers.cli.merge",
-            *map(str, Path("runs").glob("*/*-of-8")),
-            "--output-dir",
-            "all",
-        ],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert merged.returncode == 0, merged.stderr
-    (run,), (one,) = Path("all").glob("*/*"), Path("straight").glob("*/*")
-    assert f"8 shards: {run}/results.jsonl" in merged.stdout
-    assert rows_of(run) == rows_of(one)
-    assert summary_of(json.dumps(read_metadata(run)["summary"])) == summary_of(straight.stdout)
-    assert 0.2 < read_metadata(run)["summary"]["rewards"]["reward"]["mean"] < 0.8
 
 
 def test_a_merged_run_is_shown_compared_exported_and_complete(

@@ -114,12 +114,6 @@ def test_the_environment_answers_every_turn_and_the_score_has_each_reward(
     assert "  said  3\n" in shown
 
 
-def test_the_end_of_the_input_sends_what_was_typed(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    typed("nonsense\n/done\n0")
-    assert main(["zz-game"]) == 0
-    assert "reward   1" in capsys.readouterr().out
-
-
 def test_an_input_that_ends_too_early_has_no_score(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
     typed("nonsense\n/done\n")
     assert main(["zz-game"]) == 1
@@ -148,14 +142,6 @@ def test_what_the_environment_says_after_the_last_answer_is_shown_too(
     shown = capsys.readouterr().out
     assert shown.count("[user]\nfarewell") == 1
     assert "[assistant]" not in shown, "the person's own words are on the screen already"
-
-
-def test_text_is_continued_in_completion_mode(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    typed("time\n/done\n")
-    assert main(["zz-game", "-a", '{"kind": "completion"}']) == 0
-    shown = capsys.readouterr().out
-    assert "Once upon a" in shown
-    assert "reward   1" in shown
 
 
 def test_a_grading_error_is_shown_as_such_and_is_no_zero(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:

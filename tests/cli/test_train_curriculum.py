@@ -60,27 +60,6 @@ def test_a_dry_run_prints_which_stage_holds_at_which_steps(
     assert shown.err == ""
 
 
-def test_a_run_longer_than_its_curriculum_is_a_warning_that_names_both(
-    run_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_file.write_text(replaced("max_steps = 4", "max_steps = 9"))
-    assert main([str(run_file), "--dry-run"]) == 0
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verifiers.data"]
-    assert warning == "the curriculum ends at step 4, the run at step 9: stage 'main' holds for the steps between."
-
-
-def test_datasets_are_the_tasks_of_a_single_environment(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = "[{'question': str(n), 'answer': '', 'task': 'short' if n < 9 else 'long'} for n in range(30)]"
-    Path("by_task.py").write_text(
-        "import verifiers as vf\n\n\ndef good(completion):\n    return 1.0\n\n\ndef load_environment():\n"
-        f"    return vf.SingleTurnEnv(dataset={rows}, rubric=vf.Rubric([good]))\n"
-    )
-    one = '[environment]\nid = "by_task"\n' + RUN[RUN.index("[curriculum]") :]
-    run_file.write_text(one)
-    assert main([str(run_file), "--dry-run"]) == 0
-    assert "short 0.25 of prompts, 9 rows; long 0.75 of prompts, 21 rows" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("table", ['levels = { datasets = ["short", "long"], window = 4 }', "pools = {}"])
 def test_a_rule_that_adapts_is_shown_with_its_settings(
     run_file: Path, table: str, capsys: pytest.CaptureFixture[str]
@@ -101,15 +80,6 @@ def test_a_rule_that_adapts_is_shown_with_its_settings(
             replaced('["short"] }', '["shrt"] }'),
             "stage 'warm' names dataset 'shrt', which is not there; there are: lo",
         ),
-        (replaced("until_step = 4", "until_step = 2"), r"run\.toml: stage 'main' ends at step 2, and stage 'warm'"),
-        (replaced("weight = 3", "wait = 3"), r"run\.toml: a dataset of stage 1 of the curriculum has an unknown key"),
-        (replaced("[curriculum]", "[curriculum]\nlevels = {}"), "has stages and levels; give one of"),
-        (
-            replaced("[environments.long]\nid", "[environments.long]\nidd"),
-            r"\[environments\.long\] has an unknown key",
-        ),
-        (replaced("[environments.short]", "[environment]"), r"has both \[environment\] and \[environments\]"),
-        (RUN[RUN.index("[curriculum]") :], r"environment: Field required \(give \[environment\], or"),
         (
             replaced("max_steps = 4", "max_steps = 12\nnum_iterations = 4").replace(
                 "]\n\n[model]", '    { name = "late", datasets = ["long"] },\n]\n\n[model]'

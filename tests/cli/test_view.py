@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from verifiers.cli import view
+from verifiers.cli.stored_runs import view
 from verifiers.reports.server import RunServer, find_runs
 
 
@@ -246,7 +246,7 @@ async def test_a_run_that_is_deleted_is_not_found(visitor: Visitor, root: Path) 
 
 
 def test_it_listens_on_loopback_ends_cleanly_on_ctrl_c_and_says_where_it_is(root: Path) -> None:
-    command = [sys.executable, "-m", "verifiers.cli.view", str(root), "--port", "0"]
+    command = [sys.executable, "-m", "verifiers.cli.main", "view", str(root), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         line = process.stdout.readline()
@@ -262,9 +262,9 @@ def test_it_listens_on_loopback_ends_cleanly_on_ctrl_c_and_says_where_it_is(root
 def test_a_folder_that_is_not_there_and_a_port_that_is_taken_are_usage_errors(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert view.main([str(tmp_path / "missing")]) == 2
+    assert view([str(tmp_path / "missing")]) == 2
     assert "is not a directory" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert view.main([str(root), "--port", str(taken.getsockname()[1])]) == 2
+        assert view([str(root), "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot be listened on" in capsys.readouterr().err
-    assert view.main([str(root), "--port", "70000"]) == 2
+    assert view([str(root), "--port", "70000"]) == 2

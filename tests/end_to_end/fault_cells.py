@@ -141,7 +141,9 @@ FAULTS = {
         "syncing",
     ),
     "Ctrl-C": fault("SIGINT", Ends("interrupted", code=130), "scoring", "saving"),
-    "SIGTERM": fault("what a scheduler sends before it kills", Ends("ended by SIGTERM", code=143), "training", "syncing"),
+    "SIGTERM": fault(
+        "what a scheduler sends before it kills", Ends("ended by SIGTERM", code=143), "training", "syncing"
+    ),
     "kill -9": fault("SIGKILL", Ends("", code=-9), "generating", "saving"),
 }
 

@@ -14,7 +14,7 @@ import pytest
 import sharded_world
 from transformers import AutoModelForCausalLM
 
-from verifiers.cli.cluster.launch import rendered
+from verifiers.cli.launch import rendered
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.envs.env_group import EnvGroupRubric
-from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
+from verifiers.evals.evaluation_run import iter_requests, run_evaluation
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import Run
@@ -56,7 +56,7 @@ class OnlyFirst(vf.Environment):
 
 async def modern(env: Any, client: FakeClient, rollouts: int = 1, **sampling: Any) -> ScoredBlock:
     runner = Run(env, ClientBackend(client), "m", {**env.sampling_args, **sampling})
-    return await run_evaluation(runner, evaluation_requests(env.get_eval_dataset(), rollouts, None))
+    return await run_evaluation(runner, iter_requests(env.get_eval_dataset(), rollouts, None))
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_a_task_that_nobody_has_scores_0_in_the_classic_call_and_is_a_grad
     by_state = await rubric.score_rollout(vf.State(task="chess", completion=[]))
     assert by_state.reward == 0.0
     runner = Run(group, ClientBackend(client), "m")
-    requests = evaluation_requests([{"prompt": ASK, "task": "chess"}], 2, None)
+    requests = iter_requests([{"prompt": ASK, "task": "chess"}], 2, None)
     played = (await runner.run_groups(requests))[0]
     assert [rollout.outcome for rollout in played.rollouts] == [Outcome.GRADING_ERROR] * 2
     assert [rollout.reward for rollout in played.rollouts] == [None, None]
@@ -196,7 +196,7 @@ def test_columns_that_differ_are_brought_together() -> None:
     three = vf.SingleTurnEnv(dataset=rows("c", info='{"level": 3}'))
     table = vf.EnvGroup([one, two, three]).get_dataset()
     assert list(table["source"]) == ["web", None, None]
-    requests = [group[0] for group in evaluation_requests(table, 1, None)]
+    requests = [group[0] for group in iter_requests(table, 1, None)]
     assert [request.info for request in requests] == [{"level": 1}, {"tags": ["x"]}, {"level": 3}]
     assert [request.prompt for request in requests][1] == talk
     assert requests[0].prompt == [{"role": "user", "content": "a"}]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.evals.evaluation_loop import iter_requests, run_units
+from verifiers.evals.evaluation_run import iter_requests, run_units
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy

@@ -12,14 +12,14 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.evals.evaluation_loop import Interruption, evaluation_requests, iter_requests, run_units
-from verifiers.evals.progress import Progress
+from verifiers.evals.evaluation_run import Interruption, iter_requests, run_units
+from verifiers.evals.results import RolloutResults
+from verifiers.evals.summary import run_summary
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
-from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import Run
-from verifiers.testing import FakeClient, Fault
+from verifiers.testing import FakeClient
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
 
@@ -34,12 +34,6 @@ def runner_of(env: vf.Environment, answers: Any, max_concurrent: int = 4) -> Run
 
 def units_of(env: vf.Environment, rollouts: int = 1) -> Any:
     return iter_requests(env.get_eval_dataset(), rollouts, 1)
-
-
-def test_requests_are_the_same_one_by_one_as_in_a_list() -> None:
-    dataset = environment(3).get_eval_dataset()
-    assert list(iter_requests(dataset, 2, 5)) == evaluation_requests(dataset, 2, 5)
-    assert len({request.seed for group in iter_requests(dataset, 2, 5) for request in group}) == 6
 
 
 async def test_no_rollout_is_kept() -> None:
@@ -138,26 +132,6 @@ async def test_draining_asks_for_nothing_new_where_requests_are_throttled() -> N
     assert asked == {1: 3, 3: 3}
 
 
-async def test_an_endpoint_that_recovers_after_a_drain_gets_nothing_new() -> None:
-    """Retries of what is in flight go on; that is finishing it."""
-    interruption = Interruption(drain_s=15)
-    asked = 0
-
-    async def answer(body: dict[str, Any]) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == 2:
-            interruption.drain()
-        return Fault(503) if asked <= 2 else "4"
-
-    done: list[Rollout] = []
-    runner = runner_of(environment(), answer, max_concurrent=2)
-    runner.retry = RetryPolicy(base_s=0.001)
-    await run_units(runner, units_of(environment()), done.append, interruption)
-    assert [rollout.reward for rollout in done] == [1.0, 1.0]
-    assert asked == 4
-
-
 @pytest.mark.parametrize("how", ["deadline", "abort"])
 async def test_what_does_not_finish_is_given_up(how: str) -> None:
     env = environment(50)
@@ -194,10 +168,10 @@ async def test_a_mistake_of_the_user_ends_the_run_as_itself() -> None:
 
 
 def test_the_progress_counts_as_the_rollouts_themselves_would() -> None:
-    progress = Progress(lambda text: text.replace("secret", "***"))
+    results = RolloutResults(redact=lambda text: text.replace("secret", "***"))
     for example, generation, reward in ((0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.5), (1, 1, None)):
         failed = reward is None
-        progress.add(
+        results.add_rollout(
             Rollout(
                 RolloutKey(0, example, generation),
                 Outcome.TIMED_OUT if failed else Outcome.COMPLETED,
@@ -211,10 +185,10 @@ def test_the_progress_counts_as_the_rollouts_themselves_would() -> None:
                 usage=Usage(3, 4),
             )
         )
-    summary = progress.summary(9.0)
+    summary = run_summary(results, {}, 9.0)
     assert (summary["rollouts"], summary["prompts"], summary["retries"]) == (4, 2, 4)
     assert summary["outcomes"] == {"completed": 3, "timed_out": 1}
     assert (summary["prompt_tokens"], summary["completion_tokens"], summary["seconds"]) == (12, 16, 9.0)
-    assert summary["rewards"]["reward"]["mean"] == progress.mean_reward == 0.5
+    assert summary["rewards"]["reward"]["mean"] == results.mean_reward == 0.5
     assert summary["rewards"]["good"]["mean"] == 2.0
-    assert progress.commonest_failure() == ("TimeoutError: ***", 1)
+    assert results.commonest_failure() == ("TimeoutError: ***", 1)

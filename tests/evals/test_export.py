@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.cli.export import main
+from verifiers.cli.stored_runs import export
 from verifiers.errors import ConfigError
 from verifiers.evals.export import export_run, preference_rows, push_dataset, save_dataset, sft_rows, to_dataset
 from verifiers.evals.store import StoredRun, read_run
@@ -69,12 +69,6 @@ def test_preferences_are_best_against_worst_where_they_differ(run: StoredRun) ->
     assert (line["chosen"][0]["content"], line["rejected"][0]["content"]) == ("right", "bad")
     assert (line["chosen_reward"], line["rejected_reward"]) == (1.0, 0.0)
     assert list(preference_rows(run, 1.0)) == []
-
-
-def test_rollouts_of_different_prompts_are_not_compared(run: StoredRun) -> None:
-    other = row(0, 3, -1.0, "worst", prompt=[{"role": "user", "content": "another"}])
-    (line,) = preference_rows(StoredRun(run.directory, {}, [*run.rows, other]))
-    assert line["rejected"][0]["content"] == "bad"
 
 
 def test_completion_mode_gives_text(run: StoredRun) -> None:
@@ -195,8 +189,8 @@ def test_nothing_to_write_says_why(run: StoredRun, tmp_path: Path) -> None:
 def test_the_command_writes_beside_the_results_unless_told(
     run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(run.directory), "--format", "sft", "--threshold", "0.5"]) == 0
+    assert export([str(run.directory), "--format", "sft", "--threshold", "0.5"]) == 0
     assert capsys.readouterr().out == f"3 rows: {run.directory / 'sft.jsonl'}\n"
     assert len((run.directory / "sft.jsonl").read_text().splitlines()) == 3
-    assert main([str(run.directory), "-f", "csv", "-o", str(tmp_path / "a.csv")]) == 0
-    assert main([str(tmp_path), "-f", "csv"]) == 2
+    assert export([str(run.directory), "-f", "csv", "-o", str(tmp_path / "a.csv")]) == 0
+    assert export([str(tmp_path), "-f", "csv"]) == 2

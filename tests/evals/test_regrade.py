@@ -11,7 +11,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.evals.evaluation_loop import iter_requests, run_units
+from verifiers.evals.evaluation_run import iter_requests, run_units
 from verifiers.evals.regrade import regrade
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.inference.endpoint import ClientBackend
@@ -90,7 +90,7 @@ async def test_what_needs_the_live_state_is_a_failed_grade_and_no_zero(
         return read(state)
 
     done = await regrade(environment(right, played), read_run(await stored(tmp_path / "run")))
-    assert done.after.outcomes == {"grading_error": 8}
+    assert done.after.counts().outcomes == {"grading_error": 8}
     row = read_run(done.directory).rows[0]
     assert row["reward"] is None
     assert "which is not stored with a run" in row["error"]
@@ -103,8 +103,8 @@ async def test_what_failed_before_stays_failed_and_failed_grades_get_another_cha
     graded.update(outcome="grading_error", reward=None, error="GradingError: right: boom", metrics={})
     (directory / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = await regrade(environment(right), read_run(directory))
-    assert done.before.outcomes == {"provider_error": 1, "grading_error": 1, "completed": 6}
-    assert done.after.outcomes == {"provider_error": 1, "completed": 7}
+    assert done.before.counts().outcomes == {"provider_error": 1, "grading_error": 1, "completed": 6}
+    assert done.after.counts().outcomes == {"provider_error": 1, "completed": 7}
     (failed,) = [row for row in read_run(done.directory).rows if row["outcome"] == "provider_error"]
     assert failed["error"] == next(line for line in lines if line["outcome"] == "provider_error")["error"]
 

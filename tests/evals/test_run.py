@@ -18,6 +18,8 @@ import pytest
 import verifiers as vf
 from verifiers.evals.evaluation_run import find_run, fingerprint, finished_rollouts, run_identity, scores_whole_groups
 from verifiers.evals.store import RESULTS
+from verifiers.evals.summary import run_summary
+from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
@@ -91,19 +93,19 @@ def test_prompts_that_changed_are_noticed() -> None:
 
 def test_what_failed_is_left_to_do_and_the_last_line_counts(tmp_path: Path) -> None:
     write(tmp_path, [row(0, 0, None), row(0, 1, 1.0), row(1, 0, None), row(0, 0, 0.5)])
-    finished = finished_rollouts(tmp_path, 2, whole_groups=False)
-    assert finished.done == {0: {0, 1}, 1: set()}
-    assert (len(finished.progress), finished.progress.failed, finished.progress.mean_reward) == (3, 1, 0.75)
+    results, done = finished_rollouts(tmp_path, 2, whole_groups=False, redact=Redactor(()))
+    assert done == {0: {0, 1}, 1: set()}
+    assert (len(results), results.scored, results.mean_reward) == (3, 2, 0.75)
 
 
 def test_where_rollouts_are_compared_a_group_that_lacks_one_is_done_again_whole(tmp_path: Path) -> None:
     write(tmp_path, [row(0, 0, 1.0), row(0, 1, 0.0), row(1, 0, 1.0), row(1, 1, None)])
-    finished = finished_rollouts(tmp_path, 2, whole_groups=True)
-    assert finished.done == {0: {0, 1}}
+    results, done = finished_rollouts(tmp_path, 2, whole_groups=True, redact=Redactor(()))
+    assert done == {0: {0, 1}}
     for generation in (0, 1):
-        finished.progress.add(Rollout(RolloutKey(0, 1, generation), Outcome.COMPLETED, [], [], reward=0.0))
-    assert finished.progress.summary(1.0)["rewards"]["reward"]["mean"] == 0.25
-    assert (len(finished.progress), finished.progress.failed, finished.progress.mean_reward) == (4, 0, 0.25)
+        results.add_rollout(Rollout(RolloutKey(0, 1, generation), Outcome.COMPLETED, [], [], reward=0.0))
+    assert run_summary(results, {}, 1.0)["rewards"]["reward"]["mean"] == 0.25
+    assert (len(results), results.scored, results.mean_reward) == (4, 4, 0.25)
 
 
 def test_rubrics_that_may_compare_rollouts_are_scored_in_whole_groups() -> None:

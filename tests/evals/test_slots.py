@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.evals.evaluation_loop import iter_requests, run_units
+from verifiers.evals.evaluation_run import iter_requests, run_units
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.run import Run
@@ -88,7 +88,7 @@ def test_where_scoring_is_the_slower_part_what_waits_for_it_does_not_grow_with_t
     in_virtual_time: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts take 1 s in 8 slots, scores 1 s one after the other."""
-    monkeypatch.setattr("verifiers.evals.evaluation_loop._LEAST_UNFINISHED", 0)
+    monkeypatch.setattr("verifiers.evals.evaluation_run._LEAST_UNFINISHED", 0)
     begun = scored = most = 0
 
     async def answer(body: dict[str, Any]) -> str:

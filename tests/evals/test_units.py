@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from verifiers.evals.evaluation_loop import iter_requests, run_units
+from verifiers.evals.evaluation_run import iter_requests, run_units
 from verifiers.inference.limiter import AdaptiveLimiter, Limiter
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.types import RolloutKey
@@ -69,15 +69,6 @@ async def test_every_unit_runs_once_and_never_more_rollouts_than_the_limit(limit
     assert limiter.in_flight == 0
 
 
-async def test_units_that_have_room_begin_in_one_turn_of_the_loop_but_never_all_of_a_long_list() -> None:
-    runner = await played(Counting(Limiter(256)), units_of(1000))
-    # at one a turn a quick server would wait for the loop
-    assert runner.turn < 200
-    assert 8 <= max(runner.begun_by_turn.values()) <= 64
-    unbounded = await played(Counting(Limiter(-1)), units_of(1000))
-    assert max(unbounded.begun_by_turn.values()) <= 64
-
-
 async def test_work_is_taken_from_a_long_list_only_when_there_is_room_for_it() -> None:
     taken = 0
 
@@ -108,14 +99,3 @@ def test_rows_read_together_are_the_rows_read_one_by_one() -> None:
     assert not hasattr(one_by_one, "iter")
     assert list(iter_requests(dataset, 2, 3)) == list(iter_requests(one_by_one, 2, 3))
     assert [group[0].answer for group in iter_requests(dataset, 2, 3)] == [str(i) for i in range(75)]
-
-
-def test_free_slots_are_those_that_nobody_holds() -> None:
-    async def ask() -> None:
-        limiter = Limiter(3)
-        assert limiter.free_slots == 3
-        async with limiter.slot():
-            assert limiter.free_slots == 2
-        assert Limiter(-1).free_slots is None
-
-    asyncio.run(ask())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from training_runs import HOSTILE, line, sample, write_run
 
-from verifiers.cli import report as command
+from verifiers.cli.stored_runs import report
 from verifiers.errors import ConfigError
 from verifiers.monitoring.history import read_history
 from verifiers.monitoring.run_log import METRICS, RUN
@@ -202,16 +202,16 @@ def test_vf_report_makes_the_page_again_and_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run", [line(1)], [])
-    assert command.main([str(run)]) == 0
+    assert report([str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
-    assert command.main([str(run), "-o", str(tmp_path / "other.html")]) == 0
+    assert report([str(run), "-o", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").read_text() == (run / "report.html").read_text()
-    assert command.main([str(run), "-o", str(tmp_path)]) == 2
+    assert report([str(run), "-o", str(tmp_path)]) == 2
     assert "which is a directory; give a file" in capsys.readouterr().err
-    assert command.main([str(run), "-o", str(run / "run.json" / "x.html")]) == 1
+    assert report([str(run), "-o", str(run / "run.json" / "x.html")]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
     assert re.match(r"vf-report: .*run\.json.*: ", sentence)
-    assert command.main([str(tmp_path)]) == 2
+    assert report([str(tmp_path)]) == 2
     assert "holds neither a training run" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"holds no run\.json"):
         write_training_report(tmp_path)

@@ -154,7 +154,7 @@ def serve(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
         store.mkdir(parents=True)
         (store / "results.jsonl").write_text("")
         (store / "metadata.json").write_text('{"env": "sums", "model": "m"}')
-        return Server(*start("verifiers.cli.view", folder / "runs", "--port", "0"), None, "/", None)
+        return Server(*start("verifiers.cli.main", "view", folder / "runs", "--port", "0"), None, "/", None)
 
     return begin
 

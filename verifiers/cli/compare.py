@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, CommandFailedError, run_command
+from verifiers.cli.main import DONE, Command, CommandFailedError, CommandParser
 from verifiers.errors import ConfigError
 from verifiers.monitoring.number_text import rounded
 
@@ -18,16 +17,8 @@ if TYPE_CHECKING:
     from verifiers.evals.comparison import Comparison, Side
     from verifiers.evals.statistics import Estimate
 
-__all__ = ["compare", "main", "parser"]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-compare", lambda: compare(parser().parse_args(argv)))
-
 
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-compare",
         "Compare two evaluations of the same prompts: is run B better than run A?",
@@ -103,7 +94,7 @@ def _print(comparisons: Sequence[Comparison], confidence: float) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from verifiers.cli.evaluation.output import print_table
+    from verifiers.cli.evaluation_output import print_table
 
     console = Console(highlight=False, soft_wrap=True)
     first = comparisons[0]
@@ -172,6 +163,8 @@ def _p(comparison: Comparison) -> str:
     p: float = comparison.test.p
     return "-" if math.isnan(p) else f"{p:.2g}"
 
+
+main = Command(parser, compare)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,48 +6,41 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import CommandParser, json_object
-from verifiers.cli.evaluation.endpoint import (
-    OPENAI_KEY,
+from verifiers.cli.endpoint import (
     add_endpoint_group,
+    add_sampling_group,
+    add_timeouts,
     attempt_timeout_s,
+    check_timeouts,
     chosen_endpoint,
-    key_variables,
-    open_endpoint,
-    require_key,
+    endpoint_metadata,
+    endpoint_redactor,
     require_listener,
+    sampling_of,
+    typed_redactor,
 )
-from verifiers.cli.main import DONE, CommandFailedError, make_importable, run_command
-from verifiers.errors import ConfigError, Error
+from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, writing_results
+from verifiers.errors import ConfigError
 from verifiers.interrupt import drained_by_signals
-from verifiers.keywords import check_keywords
 
 if TYPE_CHECKING:
     from verifiers.evals.evaluation_run import EvaluationRun
     from verifiers.evals.store import ResultStore
+    from verifiers.inference.endpoint import Backend
     from verifiers.inference.endpoint_registry import EndpointEntry
+    from verifiers.inference.limiter import Limiter
     from verifiers.log import Redactor
     from verifiers.rollouts.run import Run
-    from verifiers.workers.settings import WorkerSettings
 
-__all__ = ["main", "parser"]
-
-SAMPLING_ARGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "frequency_penalty", "presence_penalty")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-eval", lambda: evaluate(parser().parse_args(argv)))
+_FAKE_CONCURRENT = 32
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-eval",
         "Evaluate an environment against an OpenAI endpoint. The same command continues a stopped run.",
@@ -76,13 +69,7 @@ def parser() -> CommandParser:
         metavar="ENGINE[:N]",
         help="'processes' plays environments in worker processes, 'ray' in a Ray cluster; N workers",
     )
-    add("--rollout-timeout", type=float, default=1800.0, metavar="S", help="deadline of one rollout, seconds")
-    add(
-        "--attempt-timeout",
-        type=float,
-        metavar="S",
-        help="deadline of one HTTP attempt, seconds (default: a third of --rollout-timeout, at most 600)",
-    )
+    add_timeouts(add, "rollout")
     add(
         "--grading-timeout",
         type=float,
@@ -90,10 +77,7 @@ def parser() -> CommandParser:
         metavar="S",
         help="deadline for one prompt's rollouts, seconds",
     )
-    add = parser.group("sampling")
-    add("-t", "--max-tokens", type=int, metavar="N", help="tokens of one answer (default: the environment's)")
-    add("-T", "--temperature", type=float, metavar="X", help="0 is greedy (default: the environment's)")
-    add("-S", "--sampling-args", default="{}", metavar="JSON", help="further OpenAI sampling arguments")
+    add = add_sampling_group(parser, "environment")
     add("--seed", type=int, metavar="N", help="derive each rollout's sampling seed from this number (default: none)")
     add = parser.group("results")
     add("--output-dir", default="outputs/evals", metavar="DIR", help="where results go")
@@ -112,52 +96,32 @@ def parser() -> CommandParser:
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a model on an environment; raise errors instead of printing them."""
     from verifiers.data.shard import Shard
-    from verifiers.log import Redactor, redact_logs, secrets_of_run, url_without_secrets
+    from verifiers.log import redact_logs, setup_logging
 
     args.shard = None if args.shard is None else Shard.parse(args.shard)
     if args.num_examples < -1 or args.num_examples == 0:
         raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
     if args.rollouts_per_example < 1:
         raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 1 or more.")
-    for flag in ("attempt", "rollout", "grading"):
-        seconds = getattr(args, f"{flag}_timeout")
-        if seconds is not None and not seconds > 0:
-            raise ConfigError(f"--{flag}-timeout is {seconds:g}; give a number of seconds above 0.")
+    check_timeouts(args, "attempt", "rollout", "grading")
     if args.verbose:
-        from verifiers.log import setup_logging
-
         setup_logging("DEBUG")
-    if args.model is None and not args.api_base_url:
-        raise ConfigError("-m is missing: name a model, or 'fake' for the built-in one, which needs no endpoint.")
-    args.model = args.model or "gpt-4.1-mini"
-    typed = Redactor(secrets_of_run("", os.environ.get(args.api_key_var or OPENAI_KEY, ""), {}))
-    with typed.in_errors():
-        env_args = json_object("--env-args", args.env_args)
-        sampling_args = json_object("--sampling-args", args.sampling_args)
-        check_keywords("--sampling-args", sampling_args, SAMPLING_ARGS)
-        if args.temperature is not None and not args.temperature >= 0:
-            raise ConfigError(f"--temperature is {args.temperature:g}; give 0 or more.")
-        entry, registry = chosen_endpoint(args)
-    require_key(args, entry)
-    keys = [os.environ.get(name, "") for name in key_variables(entry)]
-    arguments = {"env": env_args, "sampling": sampling_args}
-    redact = Redactor([*keys, *(s for url in entry.urls for s in secrets_of_run(url, "", entry.headers, arguments))])
+    with typed_redactor(args).in_errors():
+        env_args, sampling = json_object("--env-args", args.env_args), sampling_of(args)
+        entry = chosen_endpoint(args, "vf-eval")
+    redact = endpoint_redactor(entry, {"env": env_args, "sampling": sampling})
     with redact.in_errors(), redact_logs(redact):
-        if registry is not None:
-            # a key goes to this address because of a file that no flag named
-            url = url_without_secrets(entry.urls[0])
-            print(f"vf-eval: -m {args.model} is {entry.model} at {url}, as {registry} says", file=sys.stderr)
-        return _evaluate(args, entry, env_args, sampling_args, redact)
+        return _evaluate(args, entry, env_args, sampling, redact)
 
 
 def _evaluate(
     args: argparse.Namespace,
     entry: EndpointEntry,
     env_args: dict[str, Any],
-    sampling_args: dict[str, Any],
+    sampling: dict[str, Any],
     redact: Redactor,
 ) -> int:
-    from verifiers.cli.evaluation.output import show_summary
+    from verifiers.cli.evaluation_output import show_summary
     from verifiers.envs.registry import load_environment
     from verifiers.evals.evaluation_run import open_run
     from verifiers.evals.store import ResultStore
@@ -166,13 +130,14 @@ def _evaluate(
     from verifiers.reports.evaluation import write_evaluation_report
     from verifiers.rollouts.run import Run
 
-    settings = _worker_settings(args)
+    settings = None
+    if args.workers != "inline":
+        from verifiers.workers.settings import WorkerSettings
+
+        settings = WorkerSettings.parse(args.workers)
     args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
-    sampling = {**env.sampling_args, **sampling_args}
-    for name, value in (("max_tokens", args.max_tokens), ("temperature", args.temperature)):
-        if value is not None:
-            sampling[name] = value
+    sampling = {**env.sampling_args, **sampling}
     shown: dict[str, Any] = {"right_from": args.right_from}
     if args.prices is not None:
         shown["prices"] = load_prices(args.prices)
@@ -181,16 +146,16 @@ def _evaluate(
     if settings is not None:
         make = functools.partial(load_environment, args.env, **env_args)
         played = settings.open([(env, make)], blocked_s=args.grading_timeout).of(env, dataset)
-    backend, limiter = open_endpoint(args, entry, dataset, env)
+    backend, limiter = _open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, redact=redact)
     say = (lambda text: None) if args.json else (lambda text: print(f"vf-eval: {text}", file=sys.stderr))
     if run.is_complete:
         say("already complete; --fresh runs it again")
-    elif run.finished.count:
-        say(f"resuming {run.directory}: {run.finished.count} of {run.planned} rollouts are there")
+    elif run.finished_before:
+        say(f"resuming {run.directory}: {run.finished_before} of {run.planned} rollouts are there")
     started = time.perf_counter()
-    try:
+    with writing_results(run.directory):
         with ResultStore(run.directory, {**run.metadata, "status": "running"}, redact) as store:
             runner = Run(
                 played,
@@ -207,21 +172,16 @@ def _evaluate(
                 if not run.is_complete:
                     asyncio.run(_run(run, runner, env, dataset, store, started, entry, quiet=args.json))
             finally:
-                done = run.finished.count + run.ran >= run.planned
+                done = run.finished_before + run.ran >= run.planned
                 summary = run.summary(time.perf_counter() - started if run.ran else 0.0, **shown)
                 store.write_metadata(summary=summary, status="finished" if done else "stopped")
         write_evaluation_report(run.directory)
-    except OSError as error:
-        if isinstance(error, Error):
-            raise
-        # rollouts turn their own into outcomes: this one came from writing
-        raise CommandFailedError(f"results cannot be written to {str(run.directory)!r}: {error}.") from error
-    if not run.interruption.requested or run.progress.scored:
+    if not run.interruption.requested or run.results.scored:
         run.require_scores()
         shard = "" if args.shard is None else f", shard {args.shard}"
         show_summary(run, summary, title=f"{args.env} / {run.metadata['model']}{shard}", as_json=args.json)
     if run.interruption.requested and not done:
-        say(f"interrupted at {run.finished.count + run.ran} of {run.planned} rollouts; the same command continues")
+        say(f"interrupted at {run.finished_before + run.ran} of {run.planned} rollouts; the same command continues")
         return run.interruption.exit_code
     _save_dataset(args, run)
     return DONE
@@ -238,30 +198,47 @@ async def _run(
     *,
     quiet: bool,
 ) -> None:
-    from verifiers.cli.evaluation.output import live_line, progress_text
+    from verifiers.cli.evaluation_output import live_line, progress_text
     from verifiers.envs.lifecycle import run_teardown
 
     def text(on_terminal: bool) -> str:
-        return progress_text(
-            run.progress,
-            env=run.metadata["env"],
-            planned=run.planned,
-            finished_before=run.finished.count,
-            ran=run.ran,
-            tokens=run.tokens,
-            elapsed_s=time.perf_counter() - started,
-            in_flight=runner.limiter.in_flight,
-            with_bar=on_terminal,
-        )
+        elapsed_s = time.perf_counter() - started
+        return progress_text(run, elapsed_s, in_flight=runner.limiter.in_flight, with_bar=on_terminal)
 
     line: Any = contextlib.nullcontext() if quiet else live_line(text)
     try:
         await require_listener(entry)
         async with line, drained_by_signals("vf-eval", run.interruption, runner.grading_timeout_s):
-            await run.run(runner, dataset, store)
+            await run.run(runner, dataset, store.append)
     finally:
         await runner.backend.close()
         await run_teardown(env)
+
+
+def _open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, env: Any) -> tuple[Backend, Limiter]:
+    """Return the backend of an endpoint and what may be in flight on it; the fake one knows the rows and parsers."""
+    from verifiers.evals.evaluation_run import iter_requests
+    from verifiers.inference.endpoint_registry import open_backend
+    from verifiers.inference.limiter import Limiter, limiter_for
+    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint, play_judges
+
+    if entry.urls == (FAKE_URL,):
+        limit = _FAKE_CONCURRENT if args.max_concurrent is None else args.max_concurrent
+
+        def parser_of(task: str) -> Any:
+            member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
+            return getattr(member, "parser", None)
+
+        if play_judges(env, args.seed) and not args.json:
+            print("vf-eval: the built-in fake endpoint answers for the judge, too", file=sys.stderr)
+        return FakeEndpoint(iter_requests(dataset, 1, None), parser_of, args.seed), Limiter(limit)
+    limiter = limiter_for(
+        entry.urls,
+        args.max_concurrent,
+        maximum=entry.max_concurrent,
+        requests_per_second=args.requests_per_second or entry.requests_per_second,
+    )
+    return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry)), limiter
 
 
 def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
@@ -276,15 +253,6 @@ def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
         push_dataset(run.directory, name)
 
 
-def _worker_settings(args: argparse.Namespace) -> WorkerSettings | None:
-    """Return where the environment is played; None for this process, which needs no settings and no pydantic."""
-    if args.workers == "inline":
-        return None
-    from verifiers.workers.settings import WorkerSettings
-
-    return WorkerSettings.parse(args.workers)
-
-
 def _run_plan(
     args: argparse.Namespace,
     entry: EndpointEntry,
@@ -293,40 +261,31 @@ def _run_plan(
     env: Any,
     dataset: Any,
 ) -> dict[str, Any]:
-    """Return the metadata of a run before its first rollout; names of keys and headers, never their values."""
+    """Return the metadata of a run before its first rollout."""
     from verifiers.envs.datasets import count_trained_on
     from verifiers.evals.evaluation_run import fingerprint
     from verifiers.evals.provenance import environment_provenance, git_provenance, versions
-    from verifiers.log import url_without_secrets
 
-    urls: Sequence[str] = [url_without_secrets(url) for url in entry.urls]
     return {
         "env": args.env,
         **environment_provenance(args.env),
         "env_args": dict(env_args),
         "prompts": fingerprint(dataset),
         "prompts_trained_on": count_trained_on(env, dataset),
-        "model": entry.model,
-        "base_url": urls[0],
-        "base_urls": list(urls),
-        "endpoint": entry.name,
-        "api": entry.api,
-        "api_key_var": entry.key_var,
-        "headers": sorted({*entry.headers, *entry.header_vars}),
+        **endpoint_metadata(args, entry),
         "sampling_args": dict(sampling),
         "num_examples": len(dataset),
         "rollouts_per_example": args.rollouts_per_example,
         "seed": args.seed,
         **({} if args.shard is None else {"shard": str(args.shard)}),
-        "max_concurrent": args.max_concurrent,
         "requests_per_second": args.requests_per_second,
-        "attempt_timeout_s": attempt_timeout_s(args, entry),
-        "rollout_timeout_s": args.rollout_timeout,
         "grading_timeout_s": args.grading_timeout,
         "versions": versions(),
         "git": git_provenance(),
     }
 
+
+main = Command(parser, evaluate)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.metadata
 import importlib.util
 import keyword
 import os
 import re
-import shutil
 import sys
-import uuid
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, hide_library_bars, module_name, run_command
+from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, Command, CommandParser, hide_library_bars
 from verifiers.errors import ConfigError
 from verifiers.installation import install_hint
-
-__all__ = ["main", "package_files", "parser"]
 
 _KINDS = ("single-turn", "multi-turn", "tool")
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -29,13 +26,7 @@ _PARTS = ("data", "tools", "rewards", "environment")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-init", lambda: init(parser().parse_args(argv)))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-init",
         "Start a new environment package from a small task that runs as it is, or make a small model to train.",
@@ -96,11 +87,10 @@ def init(args: argparse.Namespace) -> int:
         return _init_model(args)
     if args.env is None:
         raise ConfigError("the name of the environment is missing; give lower-case words such as 'my-env'.")
-    name, module = args.env.replace("_", "-"), module_name(args.env)
-    _check_name(args.env)
+    name, module = args.env.replace("_", "-"), args.env.replace("-", "_")
+    _check_name(args.env, module)
     target = Path(args.env_dir_path) / module
     _refuse_existing(target)
-    _refuse_taken_module(args.env, module)
     files = package_files(name, module, kind=args.kind, multi_file=args.multi_file)
     _write_all(target, files)
     print(f"{target}/")
@@ -116,12 +106,7 @@ def init(args: argparse.Namespace) -> int:
 
 
 def package_files(name: str, module: str, *, kind: str, multi_file: bool) -> Mapping[str, str]:
-    """Return the text of each file of a new package, by its path in the package's directory.
-
-    Args:
-        kind: directory of the templates, with hyphens for underscores.
-        multi_file: keep the parts of the task in files of their own.
-    """
+    """Return the text of each file of a new package, by its path in the package's directory."""
 
     def read(template: str) -> str:
         text = (_TEMPLATES / f"{template}.tmpl").read_text(encoding="utf-8")
@@ -160,34 +145,19 @@ def _as_one_module(docstring: str, sources: Sequence[str]) -> str:
     return f'"""{docstring}"""\n\n{head}\n\n' + "\n\n".join(bodies)
 
 
-def _check_name(env: str) -> None:
+def _check_name(env: str, module: str) -> None:
+    """Refuse a name that cannot be one, or whose module or distribution the new one would hide or replace."""
     if not _NAME.fullmatch(env):
         raise ConfigError(
             f"the name {env!r} cannot name a package; give lower-case words of letters and digits with hyphens "
             "between them, such as 'my-env'."
         )
-    if keyword.iskeyword(module_name(env)):
+    if keyword.iskeyword(module):
         raise ConfigError(f"the name {env!r} is a keyword of Python; choose another, like '{env}-env'.")
-
-
-def _refuse_existing(target: Path) -> None:
-    if not os.path.lexists(target):
-        return
-    present = sorted(os.listdir(target)) if target.is_dir() else []
-    shown = ", ".join(present[:5]) + (", ..." if len(present) > 5 else "")
-    what = f"a directory with {shown}" if present else "an empty directory" if target.is_dir() else "a file"
-    raise ConfigError(f"{str(target)!r} exists already ({what}); choose another name or path, or remove it first.")
-
-
-def _refuse_taken_module(env: str, module: str) -> None:
-    """Refuse a name whose module or distribution the new one would hide or replace."""
     if module in sys.stdlib_module_names:
         raise ConfigError(f"the name {env!r} would hide Python's own module {module}; choose another.")
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version(env)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    else:
         raise ConfigError(
             f"a package called {env!r} is already installed (version {version}), and installing the new one would "
             "replace it; choose another name, or uninstall that one first."
@@ -200,20 +170,26 @@ def _refuse_taken_module(env: str, module: str) -> None:
         )
 
 
+def _refuse_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise ConfigError(f"{str(target)!r} exists already; choose another name or path, or remove it first.")
+
+
 def _write_all(target: Path, files: Mapping[str, str]) -> None:
     """Write the files beside their place and rename, so that the directory is never there half-written."""
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
-        for path, text in files.items():
-            file = partial / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        partial.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            for path, text in files.items():
+                file = Path(scratch, target.name, path)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            Path(scratch, target.name).rename(target)
     except OSError as error:
         raise ConfigError(f"{str(target)!r} cannot be written: {error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
+
+main = Command(parser, init)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,20 +15,11 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, CommandFailedError, module_name, run_command
+from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, Command, CommandFailedError, CommandParser
 from verifiers.errors import ConfigError
-
-__all__ = ["main", "parser"]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-install", lambda: install(parser().parse_args(argv)))
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-install",
         "Install an environment package with uv or pip, and keep the installed verifiers as it is.",
@@ -135,11 +126,12 @@ def _target(env: str, directory: str) -> str:
         raise ConfigError(f"{env!r} is not a git URL that can be installed; write it as 'git+https://...'.")
     path = Path(env).expanduser() if env.startswith((".", "~")) or "/" in env or env.endswith(".whl") else None
     if path is None:
-        named = [Path(directory, name) for name in (module_name(env), env)]
+        module = env.replace("-", "_")
+        named = [Path(directory, name) for name in (module, env)]
         path = next((found for found in named if found.is_dir()), None)
         if path is None:
             names = sorted(found.parent.name for found in Path(directory).glob("*/pyproject.toml"))
-            near = difflib.get_close_matches(module_name(env), names, n=3) or names[:5] or ["no packages"]
+            near = difflib.get_close_matches(module, names, n=3) or names[:5] or ["no packages"]
             raise ConfigError(
                 f"there is no package {env!r} in {directory!r} (it has {', '.join(near)}); name the directory of "
                 "packages with -p, or give the package's path, such as './my_env', or a git URL."
@@ -165,6 +157,8 @@ def _requirements(target: str, ours: str) -> tuple[list[str], list[str]]:
     allowing = [n for n in on_verifiers if n.url is None and n.specifier.contains(installed, prereleases=True)]
     return [str(n) for n in on_verifiers if n not in allowing], [str(n) for n in needs if n not in on_verifiers]
 
+
+main = Command(parser, install)
 
 if __name__ == "__main__":
     sys.exit(main())

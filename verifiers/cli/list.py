@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import ast
+import argparse
 import importlib.util
 import json
 import re
+import symtable
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, run_command
-
-__all__ = ["InstalledEnvironment", "distributions_by_name", "installed_environments", "main", "parser"]
+from verifiers.cli.main import DONE, Command, CommandParser
 
 ENTRY_POINT_GROUP = "verifiers.environments"
 
 _NEEDS_VERIFIERS = re.compile(r"verifiers(?![\w.-])", re.IGNORECASE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-list", lambda: list_environments(as_json=parser().parse_args(argv).json))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-list",
         "List the installed environments, without importing any of them.",
@@ -38,53 +29,34 @@ def parser() -> CommandParser:
     return parser
 
 
-def list_environments(*, as_json: bool = False) -> int:
+def list_environments(args: argparse.Namespace) -> int:
     """Print the installed environments as a table or as JSON."""
     found = installed_environments()
-    if as_json:
-        print(json.dumps([asdict(env) for env in found]))
+    if args.json:
+        print(json.dumps(found))
         return DONE
     if not found:
         print("no environments are installed; `vf-init my-env` starts one, `vf-install my-env` installs it")
         return DONE
     rows = [("name", "package", "summary", "where")]
     for env in found:
-        where = env.where or f"missing: {env.entry_point}"
-        rows.append((env.name, f"{env.distribution} {env.version}", env.summary, where))
+        where = env["where"] or f"missing: {env['entry_point']}"
+        rows.append((str(env["name"]), f"{env['distribution']} {env['version']}", str(env["summary"]), where))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return DONE
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class InstalledEnvironment:
-    """An environment that `load_environment` finds.
+def installed_environments() -> list[dict[str, str | None]]:
+    """Return the environments that `load_environment` finds in installed packages, by name.
 
-    Attributes:
-        name: the name that `load_environment` takes.
-        distribution, version, summary: of the package that contains it.
-        entry_point: "module:attribute"; None for a classic package, whose module is found by its name.
-        where: file of the module; None where the metadata names a module that is not there.
-        origin: URL that the package was installed from (PEP 610); None where that was an index.
+    Each has the name, version and summary of its distribution, the `entry_point` ("module:attribute"), the file
+    `where` its module is, None where that is not there, and the URL of its `origin` (PEP 610), None for an index. A
+    classic package has no entry point; it depends on verifiers and has a top-level module with `load_environment`.
     """
-
-    name: str
-    distribution: str
-    version: str
-    summary: str
-    entry_point: str | None
-    where: str | None
-    origin: str | None
-
-
-def installed_environments() -> list[InstalledEnvironment]:
-    """List the environments of installed packages by name: those with an entry point, and classic packages.
-
-    A classic package has none; it depends on verifiers and has a top-level module with `load_environment`.
-    """
-    found: list[InstalledEnvironment] = []
-    for distribution in distributions_by_name().values():
+    found: list[dict[str, str | None]] = []
+    for distribution in _distributions_by_name().values():
         declared = [entry for entry in distribution.entry_points if entry.group == ENTRY_POINT_GROUP]
         for entry in declared:
             found.append(_environment(entry.name, distribution, entry.value, _module_file(entry.module)))
@@ -93,10 +65,10 @@ def installed_environments() -> list[InstalledEnvironment]:
                 file = _module_file(module)
                 if file is not None and _defines_load_environment(Path(file)):
                     found.append(_environment(module.replace("_", "-"), distribution, None, file))
-    return sorted(found, key=lambda env: (env.name, env.distribution))
+    return sorted(found, key=lambda env: (env["name"], env["distribution"]))
 
 
-def distributions_by_name() -> dict[str, Distribution]:
+def _distributions_by_name() -> dict[str, Distribution]:
     """Return the installed distributions by normalized name; of two with one name, the first on the import path."""
     found: dict[str, Distribution] = {}
     for distribution in distributions():
@@ -109,11 +81,16 @@ def distributions_by_name() -> dict[str, Distribution]:
 
 def _environment(
     name: str, distribution: Distribution, entry_point: str | None, where: str | None
-) -> InstalledEnvironment:
-    metadata = distribution.metadata
-    summary = " ".join((metadata["Summary"] or "").split())
-    origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url")
-    return InstalledEnvironment(name, metadata["Name"], distribution.version, summary, entry_point, where, origin)
+) -> dict[str, str | None]:
+    return {
+        "name": name,
+        "distribution": distribution.metadata["Name"],
+        "version": distribution.version,
+        "summary": " ".join((distribution.metadata["Summary"] or "").split()),
+        "entry_point": entry_point,
+        "where": where,
+        "origin": json.loads(distribution.read_text("direct_url.json") or "{}").get("url"),
+    }
 
 
 def _module_file(module: str) -> str | None:
@@ -163,23 +140,13 @@ def _defines_load_environment(file: Path) -> bool:
     if "load_environment" not in text:
         return False
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+        symbol = symtable.symtable(text, str(file), "exec").lookup("load_environment")
+    except (KeyError, SyntaxError, ValueError):
         return False
-    return "load_environment" in set(_bound_names(tree.body))
+    return symbol.is_assigned() or symbol.is_imported()
 
 
-def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _bound_names([*node.body, *node.orelse])
-
+main = Command(parser, list_environments)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The command `vf`, which holds all others, and what they share: import paths, exit codes.
+"""The command `vf`, which holds all others, and what they share: command lines, import paths, exit codes.
 
 `vf eval` is `vf-eval`, and so on; commands of other packages (`vf-serve`) are there where these are installed.
 """
@@ -6,35 +6,96 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
-import importlib
+import json
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import CommandParser
 from verifiers.errors import ConfigError, Error
 from verifiers.interrupt import EndedBySignal
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "COMMANDS",
-    "DONE",
-    "ENVIRONMENTS_DIRECTORY",
-    "FAILED",
-    "INTERRUPTED",
-    "USAGE",
-    "CommandFailedError",
-    "hide_library_bars",
-    "main",
-    "make_importable",
-    "module_name",
-    "run_command",
-]
+# -- command lines -------------------------------------------------------------------------------------------------
+
+AddFlag = Callable[..., argparse.Action]
+"""Add one argument to a group, as `add_argument` does."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command: its help has named groups, every default and examples; `--version` is there.
+
+    Args:
+        version: of the command; None for that of verifiers.
+    """
+
+    def __init__(
+        self,
+        prog: str,
+        description: str,
+        *,
+        examples: Sequence[str],
+        epilog: str | None = None,
+        version: str | None = None,
+    ) -> None:
+        from verifiers import __version__
+
+        super().__init__(prog=prog, description=description, epilog=epilog)
+        self.examples = tuple(examples)
+        told = f"%(prog)s {version or __version__}"
+        self.add_argument("--version", action="version", version=told, help="show the version and exit")
+
+    def format_help(self) -> str:
+        return super().format_help() + "\nexamples:\n" + textwrap.indent("\n".join(self.examples), "  ") + "\n"
+
+    def group(self, title: str) -> AddFlag:
+        """Return what adds arguments to a new group of the help; a flag's default is appended to its help."""
+        group = self.add_argument_group(title)
+
+        def add(*names: str, **settings: Any) -> argparse.Action:
+            default = settings.get("default")
+            if not (default is None or default is False or default in ("", "{}") or default == []):
+                settings["help"] += (
+                    f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+                )
+            return group.add_argument(*names, **settings)
+
+        return add
+
+    def environment_group(self) -> None:
+        """Add the group of the environment: ENV, its arguments, and where it is looked for."""
+        add = self.group("environment")
+        add(
+            "env",
+            metavar="ENV",
+            help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py",
+        )
+        add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
+        packages = "directory of environment packages (default: ./environments)"
+        add("-p", "--env-dir-path", metavar="DIR", help=packages)
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """Return the JSON object given for a flag; raise ConfigError where the text is none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{flag} is {text!r}, which is not valid JSON ({error}); give an object like '{{\"n\": 1}}'."
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} is {text!r}; give a JSON object like '{{\"n\": 1}}'.")
+    return value
+
+
+# -- import paths -------------------------------------------------------------------------------------------------
 
 ENVIRONMENTS_DIRECTORY = "./environments"
 
@@ -42,16 +103,9 @@ ENVIRONMENTS_DIRECTORY = "./environments"
 def make_importable(env: str, directory: str | None = None, *, last: str | None = None) -> str:
     """Put where an environment may be on the import path, and return the environment's name.
 
-    In front are the directory of a path and the packages of `directory`; at the end, so that nothing installed is
-    shadowed, are the working directory and `last`.
-
-    Args:
-        env: a name, or the path of a module (`path/to/my_env.py`) or of a package's directory.
-        directory: holds environment packages; None for ./environments, where there is one.
-        last: a further directory, which need not exist.
-
-    Raises:
-        ConfigError: a file or directory that does not exist.
+    `env` is a name, or the path of a module or of a package's directory. In front are the directory of a path and the
+    packages of `directory` (default ./environments, where there is one); at the end, so that nothing installed is
+    shadowed, are the working directory and `last`, which need not exist.
     """
     if directory is not None and not os.path.isdir(directory):
         raise ConfigError(f"--env-dir-path is {directory!r}, and there is no such directory.")
@@ -81,14 +135,9 @@ def hide_library_bars() -> None:
     datasets.disable_progress_bars()
 
 
-def module_name(env_name: str) -> str:
-    """Return the module of an environment's name: underscores for hyphens."""
-    return env_name.replace("-", "_")
-
+# -- errors and exit codes -----------------------------------------------------------------------------------------
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of writes to an open file, for which Python names no file."""
 
@@ -97,20 +146,26 @@ class CommandFailedError(Error, RuntimeError):
     """Raised by a command whose task failed; never seen outside of the command line."""
 
 
+class Command:
+    """A console script: its parser, and a function of what was parsed; see `run_command` for what that raises."""
+
+    def __init__(self, parser: Callable[[], CommandParser], run: Callable[[argparse.Namespace], int]) -> None:
+        self.parser, self._run = parser, run
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        parser = self.parser()
+        return run_command(parser.prog, lambda: self._run(parser.parse_args(argv)))
+
+
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run a command's body and turn what it raises into an exit code and one sentence."""
     _open_closed_streams()
     try:
         return command()
-    except ConfigError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return USAGE
-    except CommandFailedError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return FAILED
     except Error as error:
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
+        own = isinstance(error, ConfigError | CommandFailedError)
+        print(f"{name}: {error}" if own else f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return USAGE if isinstance(error, ConfigError) else FAILED
     except BrokenPipeError:
         # the reader closed the pipe; Python would raise again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -119,7 +174,10 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         if error.filename is None and error.errno not in _FULL:
             # from the code of an environment: the traceback shows where
             raise
-        print(f"{name}: {_sentence_of(error)}", file=sys.stderr)
+        where = (
+            f"{type(error).__name__}: {error}" if error.filename is None else f"{error.filename}: {error.strerror}"
+        )
+        print(f"{name}: {where}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
@@ -140,31 +198,37 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "r" if number == 0 else "w"))  # noqa: SIM115
 
 
-def _sentence_of(error: OSError) -> str:
-    if error.strerror and error.filename is not None:
-        return f"{error.filename!s}: {error.strerror}"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+@contextlib.contextmanager
+def writing_results(directory: Path) -> Iterator[None]:
+    """Say of a failed write where it should have gone."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, Error):
+            raise
+        # rollouts turn their own into outcomes: this one came from writing
+        raise CommandFailedError(f"results cannot be written to {str(directory)!r}: {error}.") from error
 
 
 # -- vf --------------------------------------------------------------------------------------------------------
 
 COMMANDS = {
-    "init": ("verifiers.cli.init", "start a new environment package"),
-    "install": ("verifiers.cli.install", "install an environment package"),
-    "list": ("verifiers.cli.list", "list the installed environments"),
-    "play": ("verifiers.cli.play", "answer in place of the model"),
-    "eval": ("verifiers.cli.evaluate", "evaluate a model on an environment"),
-    "gateway": ("verifiers.cli.gateway", "record programs that are started elsewhere"),
-    "regrade": ("verifiers.cli.regrade", "grade a stored evaluation again"),
-    "merge": ("verifiers.cli.merge", "join the shards of an evaluation"),
-    "export": ("verifiers.cli.export", "write an evaluation in another form"),
-    "compare": ("verifiers.cli.compare", "compare two evaluations"),
-    "view": ("verifiers.cli.view", "look at runs in a browser"),
-    "train": ("verifiers.cli.train", "train a policy as a run file says"),
-    "launch": ("verifiers.cli.cluster.launch", "start a run on a cluster"),
-    "report": ("verifiers.cli.report", "write the report of a run again"),
+    "init": ("verifiers.cli.init:main", "start a new environment package"),
+    "install": ("verifiers.cli.install:main", "install an environment package"),
+    "list": ("verifiers.cli.list:main", "list the installed environments"),
+    "play": ("verifiers.cli.play:main", "answer in place of the model"),
+    "eval": ("verifiers.cli.evaluate:main", "evaluate a model on an environment"),
+    "gateway": ("verifiers.cli.gateway:main", "record programs that are started elsewhere"),
+    "regrade": ("verifiers.cli.regrade:main", "grade a stored evaluation again"),
+    "merge": ("verifiers.cli.stored_runs:merge", "join the shards of an evaluation"),
+    "export": ("verifiers.cli.stored_runs:export", "write an evaluation in another form"),
+    "compare": ("verifiers.cli.compare:main", "compare two evaluations"),
+    "view": ("verifiers.cli.stored_runs:view", "look at runs in a browser"),
+    "train": ("verifiers.cli.train:main", "train a policy as a run file says"),
+    "launch": ("verifiers.cli.launch:main", "start a run on a cluster"),
+    "report": ("verifiers.cli.stored_runs:report", "write the report of a run again"),
 }
-"""Commands of this package: module and summary, by the name without "vf-"."""
+"""Commands of this package: where each is and what it does, by the name without "vf-"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     name, *rest = given
     if name in COMMANDS:
-        code = importlib.import_module(COMMANDS[name][0]).main(rest)
+        code = pkgutil.resolve_name(COMMANDS[name][0])(rest)
     elif name in (others := _commands_of_other_packages()):
         # the convention of console scripts: no arguments, and sys.argv has those of the command line
         sys.argv = [f"vf-{name}", *rest]

@@ -12,24 +12,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.cli.arguments import CommandParser, json_object
-from verifiers.cli.main import DONE, FAILED, CommandFailedError, make_importable, run_command
+from verifiers.cli.main import DONE, FAILED, Command, CommandFailedError, CommandParser, json_object, make_importable
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject
 from verifiers.parsers.messages import message_field, message_text
 
-__all__ = ["Player", "main", "parser"]
-
 _HELP = "/done on a line of its own sends what was typed; /tool NAME {json} adds a call of a tool; Ctrl-C gives up."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-play", lambda: play(parser().parse_args(argv)))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-play",
         "Be the policy yourself: read the prompt, type the answers, see the score.",
@@ -150,6 +141,8 @@ def _opened_input() -> asyncio.StreamReader:
     threading.Thread(target=read, daemon=True).start()
     return reader
 
+
+main = Command(parser, play)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,29 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from verifiers.cli.arguments import CommandParser, json_object
-from verifiers.cli.main import DONE, make_importable, run_command
+from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable
 from verifiers.errors import ConfigError
 from verifiers.monitoring.number_text import rounded
 
 if TYPE_CHECKING:
     from verifiers.evals.regrade import Regraded
 
-__all__ = ["main", "parser"]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-regrade", lambda: regrade_run(parser().parse_args(argv)))
-
 
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-regrade",
         "Grade the rollouts of a run again with today's rubric, without inference; the run stays as it is.",
@@ -95,26 +84,30 @@ def regrade_run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, done: Regraded) -> None:
-    before, after = done.before.estimates(), done.after.estimates()
+    from verifiers.evals.summary import summarize
+
+    before, after = (summarize(results).as_json()["rewards"] for results in (done.before, done.after))
+    means = {
+        name: {"before": before.get(name, {}).get("mean"), "after": after.get(name, {}).get("mean")}
+        for name in {**before, **after}
+    }
+    outcomes = done.after.counts().outcomes
     if args.json:
-        means = {name: {"before": _mean(before, name), "after": _mean(after, name)} for name in {**before, **after}}
-        outcomes = dict(done.after.outcomes)
         found = {"rewards": means, "changed": done.changed, "rollouts": len(done.after), "outcomes": outcomes}
         print(json.dumps({**found, "results": str(done.directory)}))
         return
     from rich.console import Console
 
-    from verifiers.cli.evaluation.output import print_table
+    from verifiers.cli.evaluation_output import print_table
 
     rows = []
-    for name in {**before, **after}:
-        old, new = _mean(before, name), _mean(after, name)
-        stderr = (after if name in after else before)[name].stderr
+    for name, (old, new) in ((name, mean.values()) for name, mean in means.items()):
+        stderr = (after if name in after else before)[name]["stderr"]
         difference = None if old is None or new is None else new - old
         rows.append((name, rounded(old, stderr), rounded(new, stderr), rounded(difference, stderr, "+")))
     console = Console(highlight=False)
     print_table(console, ("", "before", "after", "difference"), rows)
-    failed = ", ".join(f"{count} {outcome}" for outcome, count in done.after.outcomes.items())
+    failed = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     console.print(f"{len(done.after)} rollouts: {failed}; {done.changed} rewards are others than before")
     commonest = done.after.commonest_failure()
     if commonest:
@@ -122,10 +115,7 @@ def _show(args: argparse.Namespace, done: Regraded) -> None:
     console.print(f"{done.directory}/results.jsonl", soft_wrap=True)
 
 
-def _mean(estimates: dict[str, Any], name: str) -> float | None:
-    mean = estimates[name].mean if name in estimates else math.nan
-    return None if math.isnan(mean) else mean
-
+main = Command(parser, regrade_run)
 
 if __name__ == "__main__":
     sys.exit(main())

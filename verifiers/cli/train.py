@@ -11,26 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, hide_library_bars, run_command
+from verifiers.cli.main import DONE, Command, CommandParser, hide_library_bars
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.train.run_file import EnvironmentTable, RunFile
 
-__all__ = ["main", "parser"]
-
 _TEARDOWN_AFTER_FAILURE_S = 1.5
 """A run that fails has ended within 5 seconds, whatever its environments and its server wait for."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-train", lambda: _start(parser().parse_args(argv)))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-train",
         "Train a policy on an environment with GRPO, as a run file says.",
@@ -190,11 +181,7 @@ def load_eval_environments(run: RunFile) -> Environment | dict[str, Environment]
 def in_workers(
     run: RunFile, env: Environment, eval_env: Environment | dict[str, Environment] | None, blocked_s: float
 ) -> tuple[Any, Any]:
-    """Return the environments of a run as its workers play them; as they are where the run has no workers.
-
-    Args:
-        blocked_s: seconds for which one piece of code may keep the event loop of a worker from all others.
-    """
+    """Return the environments of a run as its workers play them; as they are where the run has no workers."""
     # under `python -m`, as accelerate starts it, this module is __main__, which no worker can import
     from verifiers.cli import train
 
@@ -219,7 +206,6 @@ def in_workers(
 
 @contextlib.contextmanager
 def _teardown_on_exit(envs: Sequence[Environment]) -> Iterator[None]:
-    """Tear environments down on the way out."""
     from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S, tear_down
 
     within_s = _TEARDOWN_AFTER_FAILURE_S
@@ -239,6 +225,8 @@ def _loaded(table: EnvironmentTable) -> Environment:
     loaded: Environment = env
     return loaded
 
+
+main = Command(parser, _start)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,41 +15,23 @@ from typing import Any, Literal
 from verifiers.errors import ConfigError
 from verifiers.evals.results import Counts, RolloutResults
 from verifiers.evals.statistics import (
-    Bounds,
+    UNBOUNDED,
     Estimate,
     PermutationTest,
     detectable_difference,
-    mean_and_stderr_clustered,
+    mean_over_prompts,
     paired_difference,
     shuffle_test,
     sign_flip_test,
     unpaired_difference,
 )
-from verifiers.evals.store import RESULTS, iter_rows, read_metadata
-from verifiers.evals.summary import RIGHT_FROM, estimate_as_json, rollouts_planned, value_of_prompt
-
-__all__ = [
-    "ComparedRun",
-    "Comparison",
-    "MatchBy",
-    "Pairing",
-    "Side",
-    "compare_runs",
-    "prompt_digest",
-    "read_compared_run",
-]
+from verifiers.evals.store import iter_rows, plain, read_metadata, run_at
+from verifiers.evals.summary import RIGHT_FROM, rollouts_planned, value_of_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """One run of a comparison.
-
-    Attributes:
-        directory: of the run.
-        metadata: what was run; empty where the file is missing.
-        results: the numbers of its rollouts.
-        asked: for each example id, a hash of its prompt, answer and task.
-    """
+    """One run of a comparison; `asked` has for each example id a hash of its prompt, answer and task."""
 
     directory: Path
     metadata: Mapping[str, Any]
@@ -73,9 +55,7 @@ def read_compared_run(directory: str | Path) -> ComparedRun:
     Raises:
         ConfigError: there is no run there, or it is damaged.
     """
-    path = Path(directory)
-    if not (path / RESULTS).is_file():
-        raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
+    path = run_at(directory)
     return ComparedRun.of_rows(path, read_metadata(path), iter_rows(path))
 
 
@@ -113,8 +93,7 @@ class Side:
 
     Attributes:
         name: its directory.
-        estimate: of the metric, over the prompts that are compared: those in pairs, or all where there are no pairs.
-        counts: what became of its rollouts.
+        estimate: over the prompts that are compared: those in pairs, or all where there are no pairs.
         only_here: prompts that the other run does not have.
         unscored: prompts of both runs that have no value here, and so are in no pair.
     """
@@ -131,7 +110,6 @@ class Comparison:
     """The difference of run B from run A in one metric. NaN stands for what the data cannot tell.
 
     Attributes:
-        metric: "reward", a reward function, or pass@k, pass^k or best@k.
         paired: True where the difference is of the same prompts.
         common: prompts that both runs have.
         difference: B - A with its interval.
@@ -158,21 +136,19 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of `--json`; None stands for what cannot be told."""
-        return {
-            "metric": self.metric,
-            "paired": self.paired,
-            "verdict": self.verdict,
-            "difference": estimate_as_json(self.difference),
-            "p": self.test.p if math.isfinite(self.test.p) else None,
-            "p_exact": self.test.exact,
-            "wins": self.wins,
-            "ties": self.ties,
-            "losses": self.losses,
-            "detectable": self.detectable if math.isfinite(self.detectable) else None,
-            "common_prompts": self.common,
-            **{name: _side_as_json(side) for name, side in (("a", self.a), ("b", self.b))},
-            "settings": {name: list(pair) for name, pair in self.settings.items()},
-        }
+        same = ("metric", "paired", "verdict", "wins", "ties", "losses", "detectable", "settings")
+        found: dict[str, Any] = plain(
+            {
+                **{name: getattr(self, name) for name in same},
+                "difference": dataclasses.asdict(self.difference),
+                "p": self.test.p,
+                "p_exact": self.test.exact,
+                "common_prompts": self.common,
+                "a": dataclasses.asdict(self.a),
+                "b": dataclasses.asdict(self.b),
+            }
+        )
+        return found
 
 
 def compare_runs(
@@ -186,7 +162,7 @@ def compare_runs(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Comparison:
-    """Compare two runs in one metric.
+    """Compare two runs in one metric; a difference above 0 means that b is higher.
 
     A prompt is known by its example id and a hash of its text, answer and task. The pairs are the prompts with a
     value on both sides; a prompt that one side has no value for (all failed, or fewer than k scored) is counted
@@ -194,7 +170,7 @@ def compare_runs(
 
     Args:
         a: the run that is compared against.
-        b: the other run; a difference above 0 means that b is higher.
+        b: the run that may be better.
         metric: "reward", a reward function's name, or "pass@K", "pass^K", "best@K".
         pairing: "same" asks that both runs have the same prompts of the same environment; "common" pairs those that
             both have; "unpaired" compares the means of two different sets of prompts.
@@ -216,7 +192,7 @@ def compare_runs(
     measured = [_measured(run, of_example, metric, right_from) for run, of_example in zip((a, b), keys, strict=True)]
     # a mean of few rewards may lie within bounds that the rewards do not keep
     bounded = all(low >= 0 and high <= 1 for low, high in (found.span for found in measured))
-    bounds = None if bounded else (-math.inf, math.inf)
+    limits: dict[str, Any] = {"confidence": confidence, "bounds": None if bounded else UNBOUNDED}
     unscored = [len(common - found.values.keys()) for found in measured]
     if pairing != "unpaired":
         shared = measured[0].values.keys() & measured[1].values.keys()
@@ -224,16 +200,49 @@ def compare_runs(
     sides = [
         Side(
             name=str(run.directory),
-            estimate=_over_prompts(found, confidence, bounds),
+            estimate=mean_over_prompts(list(found.values.values()), sum(found.rollouts.values()), **limits),
             counts=run.results.counts(planned=rollouts_planned(run.metadata)),
             only_here=len(of_example) - len(common),
             unscored=without,
         )
         for run, of_example, found, without in zip((a, b), keys, measured, unscored, strict=True)
     ]
-    compared = _unpaired if pairing == "unpaired" else _paired
-    return compared(
-        _Question(metric, len(common), _settings(a.metadata, b.metadata), confidence, bounds, seed), sides, measured
+    before, after = (found.values for found in measured)
+    fewest = min(len(before), len(after))
+    alpha = 1 - confidence
+    differences: list[float] | None = None
+    if pairing == "unpaired":
+        difference = unpaired_difference(
+            [[value] for value in before.values()], [[value] for value in after.values()], **limits
+        )
+        test = shuffle_test(list(before.values()), list(after.values()), seed=seed)
+        enough = fewest >= 2
+    else:
+        singly = ({key: [value] for key, value in of.items()} for of in (before, after))
+        difference = paired_difference(*singly, **limits)
+        differences = [after[key] - before[key] for key in before]
+        test = sign_flip_test(differences, seed=seed)
+        # flipping all signs of so few pairs is no rarer than this
+        enough = fewest > 0 and 2.0 ** (1 - fewest) <= alpha
+    return Comparison(
+        metric=metric,
+        paired=differences is not None,
+        a=sides[0],
+        b=sides[1],
+        common=len(common),
+        difference=dataclasses.replace(difference, rollouts=sum(side.estimate.rollouts for side in sides)),
+        test=test,
+        wins=None if differences is None else sum(found > _TIE for found in differences),
+        ties=None if differences is None else sum(abs(found) <= _TIE for found in differences),
+        losses=None if differences is None else sum(found < -_TIE for found in differences),
+        # unpaired, the degrees of freedom of the smaller side, which are never too many
+        detectable=detectable_difference(difference.stderr, fewest - 1, confidence=confidence),
+        verdict=_verdict(difference, test, alpha) if enough else "too few prompts to tell",
+        settings={
+            name: (a.metadata.get(name), b.metadata.get(name))
+            for name in _SHOWN_SETTINGS
+            if a.metadata.get(name) != b.metadata.get(name)
+        },
     )
 
 
@@ -248,16 +257,6 @@ class _Measured:
     def only(self, keys: AbstractSet[Hashable]) -> _Measured:
         values = {key: value for key, value in self.values.items() if key in keys}
         return _Measured(values, {key: self.rollouts[key] for key in values}, self.span)
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    metric: str
-    common: int
-    settings: Mapping[str, tuple[Any, Any]]
-    confidence: float
-    bounds: Bounds | None
-    seed: int
 
 
 def _measured(run: ComparedRun, keys: Mapping[Any, Hashable], metric: str, right_from: float) -> _Measured:
@@ -276,37 +275,6 @@ def _measured(run: ComparedRun, keys: Mapping[Any, Hashable], metric: str, right
     return _Measured(values, rollouts, (smallest, largest))
 
 
-def _paired(question: _Question, sides: Sequence[Side], measured: Sequence[_Measured]) -> Comparison:
-    before, after = measured
-    pairs = list(before.values)
-    differences = [after.values[key] - before.values[key] for key in pairs]
-    difference = paired_difference(
-        *({key: [value] for key, value in found.values.items()} for found in measured),
-        confidence=question.confidence,
-        bounds=question.bounds,
-    )
-    rollouts = sum(side.estimate.rollouts for side in sides)
-    test = sign_flip_test(differences, seed=question.seed)
-    alpha = 1 - question.confidence
-    # flipping all signs of so few pairs is no rarer than this
-    enough = bool(pairs) and 2.0 ** (1 - len(pairs)) <= alpha
-    return Comparison(
-        metric=question.metric,
-        paired=True,
-        a=sides[0],
-        b=sides[1],
-        common=question.common,
-        difference=dataclasses.replace(difference, rollouts=rollouts),
-        test=test,
-        wins=sum(found > _TIE for found in differences),
-        ties=sum(abs(found) <= _TIE for found in differences),
-        losses=sum(found < -_TIE for found in differences),
-        detectable=detectable_difference(difference.stderr, len(pairs) - 1, confidence=question.confidence),
-        verdict=_verdict(difference, test, alpha, enough=enough),
-        settings=question.settings,
-    )
-
-
 def _keys(run: ComparedRun, match_by: MatchBy) -> dict[Any, Hashable]:
     """Return the key by which each example id of a run is matched, in an order that does not depend on arrival."""
     examples = sorted(run.asked, key=lambda example: (str(type(example)), example))
@@ -322,7 +290,7 @@ def _check_same(
     if only_a or only_b:
         texts = (
             f" ({other_text} have the same example id and another text, answer or task: --match-by id pairs them)"
-            if other_text and match_by == "prompt"
+            if other_text
             else ""
         )
         raise ConfigError(
@@ -338,54 +306,9 @@ def _check_same(
             )
 
 
-def _unpaired(question: _Question, sides: Sequence[Side], measured: Sequence[_Measured]) -> Comparison:
-    before, after = (list(found.values.values()) for found in measured)
-    difference = unpaired_difference(
-        [[value] for value in before],
-        [[value] for value in after],
-        confidence=question.confidence,
-        bounds=question.bounds,
-    )
-    fewest = min(len(before), len(after))
-    test = shuffle_test(before, after, seed=question.seed)
-    # the degrees of freedom of the smaller side, which are never too many
-    detectable = detectable_difference(difference.stderr, fewest - 1, confidence=question.confidence)
-    return Comparison(
-        metric=question.metric,
-        paired=False,
-        a=sides[0],
-        b=sides[1],
-        common=question.common,
-        difference=dataclasses.replace(difference, rollouts=sum(side.estimate.rollouts for side in sides)),
-        test=test,
-        wins=None,
-        ties=None,
-        losses=None,
-        detectable=detectable,
-        verdict=_verdict(difference, test, 1 - question.confidence, enough=fewest >= 2),
-        settings=question.settings,
-    )
-
-
-def _over_prompts(measured: _Measured, confidence: float, bounds: Bounds | None) -> Estimate:
-    values = [[value] for value in measured.values.values()]
-    estimate = mean_and_stderr_clustered(values, confidence=confidence, bounds=bounds)
-    return dataclasses.replace(estimate, rollouts=sum(measured.rollouts.values()))
-
-
-def _verdict(difference: Estimate, test: PermutationTest, alpha: float, *, enough: bool) -> Verdict:
-    if not enough:
-        return "too few prompts to tell"
+def _verdict(difference: Estimate, test: PermutationTest, alpha: float) -> Verdict:
     if test.p <= alpha and difference.low > 0:
         return "B is better"
     if test.p <= alpha and difference.high < 0:
         return "A is better"
     return "no difference shown"
-
-
-def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (a.get(name), b.get(name)) for name in _SHOWN_SETTINGS if a.get(name) != b.get(name)}
-
-
-def _side_as_json(side: Side) -> dict[str, Any]:
-    return {**dataclasses.asdict(side), "estimate": estimate_as_json(side.estimate)}

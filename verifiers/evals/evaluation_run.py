@@ -7,56 +7,242 @@ failed are done again; where the rubric compares a prompt's rollouts, a prompt t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
-import os
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from verifiers.data.sampler import rollout_seed
 from verifiers.data.shard import Shard
-from verifiers.errors import ConfigError
-from verifiers.evals.evaluation_loop import Interruption, LoopLag, iter_requests, nothing_scored, run_units
-from verifiers.evals.progress import Progress
+from verifiers.envs.datasets import row_fields
+from verifiers.errors import ConfigError, NothingScoredError
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import METADATA, iter_rows, new_run_directory, read_metadata
-from verifiers.evals.summary import rollouts_planned
+from verifiers.evals.summary import rollouts_planned, run_summary
+from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
-from verifiers.rollouts.rollout import Rollout
-from verifiers.rollouts.run import Run
-from verifiers.types import Outcome
+from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
+from verifiers.rollouts.run import Run, relaxed_gc
+from verifiers.types import Outcome, RolloutKey
 
-__all__ = [
-    "EvaluationRun",
-    "Finished",
-    "KeepsRollouts",
-    "find_run",
-    "fingerprint",
-    "finished_rollouts",
-    "open_run",
-    "run_identity",
-    "run_in",
-    "scores_whole_groups",
-]
+EVALUATION_BLOCK = 2**31
+"""Block id of evaluation rollouts: far from any training block's, so that their sampling seeds differ."""
+
+# few enough that reading or beginning them takes a fraction of a millisecond each time
+_ROWS_READ_TOGETHER = 32
+_BEGUN_TOGETHER = 32
+# a score may take 31 times as long as a rollout until it slows down the run
+_LEAST_UNFINISHED = 2048
+_UNFINISHED_FOR_EACH_SLOT = 32
+_LAG_EVERY_S = 0.1
 
 
-class KeepsRollouts(Protocol):
-    """A receiver of finished rollouts; `ResultStore` writes them down."""
+def iter_requests(
+    dataset: Any, rollouts_per_example: int, seed: int | None, shard: Shard | None = None
+) -> Iterator[list[RolloutRequest]]:
+    """Yield the rollouts of an evaluation, one prompt at a time: a long dataset is never held as a whole.
 
-    def append(self, rollout: Rollout) -> None: ...
+    Args:
+        seed: each rollout's sampling seed is derived from it; None sends no seed.
+        shard: leaves out the prompts of other shards; ids and seeds are those of the whole evaluation.
+    """
+    examples = None if shard is None else shard.examples(len(dataset))
+    for example_id, row in enumerate(_rows(dataset)):
+        if examples is not None and example_id not in examples:
+            continue
+        prompt, answer, task, info = row_fields(row)
+        keys = [RolloutKey(EVALUATION_BLOCK, example_id, generation) for generation in range(rollouts_per_example)]
+        yield [
+            RolloutRequest(key, prompt, answer, task, info, None if seed is None else rollout_seed(seed, key))
+            for key in keys
+        ]
+
+
+def _rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    if not hasattr(dataset, "iter"):
+        yield from (dataset[index] for index in range(len(dataset)))
+        return
+    # a row read by itself takes longer than a call to a quick server
+    for batch in dataset.iter(batch_size=_ROWS_READ_TOGETHER):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+class Interruption:
+    """The end of a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
+
+    Both may be called on the event loop only, e.g. from its signal handlers.
+
+    Attributes:
+        exit_code: of a command whose run was ended so, by the signal.
+    """
+
+    def __init__(self, drain_s: float = 30.0) -> None:
+        self.drain_s = drain_s
+        self.requested = False
+        self.exit_code = 130
+        self._deadline: asyncio.Timeout | None = None
+        self._limiter: Limiter | None = None
+
+    def drain(self) -> None:
+        """Begin nothing more, and give what is in flight `drain_s` seconds."""
+        self._end_in(self.drain_s)
+
+    def abort(self) -> None:
+        """Cancel what is in flight."""
+        self._end_in(0.0)
+
+    def _end_in(self, seconds: float) -> None:
+        self.requested = True
+        if self._limiter is not None:
+            # rollouts that queue for a slot have not begun
+            self._limiter.close()
+        if self._deadline is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+async def run_units(
+    runner: Run,
+    units: Iterable[Sequence[RolloutRequest]],
+    on_rollout: Callable[[Rollout], None],
+    interruption: Interruption | None = None,
+) -> None:
+    """Run and score many rollouts under the runner's limiter and keep none of them.
+
+    Args:
+        units: rollouts that are scored together; taken one by one, when there is room.
+        on_rollout: called with every finished, scored rollout, as it finishes.
+        interruption: ends the run before its time; then this returns as if all were done. It closes the runner's
+            limiter. A unit of which not all have begun is given up: it could not be scored as a whole.
+
+    Raises:
+        ConfigError: a mistake that every other rollout would repeat; the others are cancelled.
+    """
+    interruption = interruption or Interruption()
+    runner.on_rollout = on_rollout
+
+    unfinished, finished = 0, asyncio.Event()
+
+    async def run(unit: Sequence[RolloutRequest]) -> None:
+        nonlocal unfinished
+        # nothing is returned: the task group's tasks must not hold on to rollouts
+        try:
+            with contextlib.suppress(NoMoreSlotsError):
+                await runner.run_group(unit)
+        finally:
+            unfinished -= len(unit)
+            finished.set()
+
+    deadline = asyncio.timeout(None)
+    try:
+        with relaxed_gc():
+            async with deadline, asyncio.TaskGroup() as tasks:
+                interruption._deadline, interruption._limiter = deadline, runner.limiter
+                room = 0
+                for unit in units:
+                    # scoring holds no slot, so where it is the slower part its queue would grow with the run
+                    while unfinished >= _most_unfinished(runner.limiter) and not interruption.requested:
+                        finished.clear()
+                        await finished.wait()
+                    if room <= 0 or len(unit) > 1:
+                        # a turn of the loop for each single rollout would cost more than a call to a quick server
+                        await runner.limiter.wait_for_room()
+                        free = runner.limiter.free_slots
+                        room = _BEGUN_TOGETHER if free is None else min(free, _BEGUN_TOGETHER)
+                    if interruption.requested:
+                        break
+                    room -= len(unit)
+                    unfinished += len(unit)
+                    tasks.create_task(run(unit))
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+    except TimeoutError:
+        if not (interruption.requested and deadline.expired()):
+            raise
+        return
+    else:
+        return
+    finally:
+        interruption._deadline = interruption._limiter = None
+    raise first
+
+
+def _most_unfinished(limiter: Limiter) -> float:
+    """Return how many rollouts may be in flight, wait for their score or be scored, all together."""
+    slots = limiter.max_concurrent
+    return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
+
+
+async def run_evaluation(runner: Run, groups: Iterable[Sequence[RolloutRequest]]) -> ScoredBlock:
+    """Run and score all groups under the runner's limiter; raise NothingScoredError where none got a reward."""
+    scored = await runner.run_groups(groups)
+    block = ScoredBlock(EVALUATION_BLOCK, scored)
+    if not any(rollout.is_scored for rollout in block):
+        raise _nothing_scored(len(block.rollouts), block.commonest_failure())
+    return block
+
+
+def _nothing_scored(rollouts: int, commonest: tuple[str, int] | None) -> NothingScoredError:
+    return NothingScoredError(f"none of {rollouts} evaluation rollouts got a reward{most_often(commonest)}")
+
+
+class LoopLag:
+    """A measurement, ten times a second, of how late a timer fires.
+
+    Attributes:
+        late_ms: each delay, in milliseconds; 7 MB a day.
+    """
+
+    def __init__(self) -> None:
+        self.late_ms = array("d")
+
+    def quantile_ms(self, share: float) -> float:
+        """Return the delay that this share of all does not exceed, in milliseconds; 0 without delays."""
+        ordered = sorted(self.late_ms)
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+    def distorts(self, mean_generation_ms: float) -> bool:
+        """Return whether a common delay, 1 in 20, is over 20 ms and a tenth of a rollout's time."""
+        late_ms = self.quantile_ms(0.95)
+        return late_ms > 20 and late_ms > mean_generation_ms / 10
+
+    @contextlib.asynccontextmanager
+    async def measured(self) -> AsyncIterator[None]:
+        """Measure while the block runs."""
+        task = asyncio.create_task(self._measure())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _measure(self) -> None:
+        while True:
+            due = time.perf_counter() + _LAG_EVERY_S
+            await asyncio.sleep(_LAG_EVERY_S)
+            self.late_ms.append(max(0.0, (time.perf_counter() - due) * 1000))
+
+
+# -- the run ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class EvaluationRun:
-    """An evaluation that is new or continued; made by `open_run`.
+    """An evaluation that is new or continued; made by `open_run` or `new_run`.
 
     Attributes:
-        directory: where it is stored.
-        metadata: what is run.
         planned: rollouts in all.
-        finished: what was done before.
         whole_groups: the rubric scores a prompt's rollouts together.
+        results: numbers of all rollouts so far, this process's and those before.
+        done: for each prompt, the generations that were finished before.
         ran, tokens: rollouts and completion tokens of this process.
         interruption: ends it before its time.
     """
@@ -64,64 +250,95 @@ class EvaluationRun:
     directory: Path
     metadata: dict[str, Any]
     planned: int
-    finished: Finished
     whole_groups: bool
     redact: Redactor
+    results: RolloutResults
+    done: dict[int, set[int]] = field(default_factory=dict)
     interruption: Interruption = field(default_factory=Interruption)
     lag: LoopLag = field(default_factory=LoopLag)
     ran: int = 0
     tokens: int = 0
 
     @property
-    def progress(self) -> Progress:
-        """Numbers of all rollouts so far, this process's and those before."""
-        return self.finished.progress
+    def finished_before(self) -> int:
+        """Number of rollouts that an earlier process finished."""
+        return sum(map(len, self.done.values()))
 
     @property
     def is_complete(self) -> bool:
         """True where every rollout has a reward already, so that nothing is left to run."""
-        return self.finished.count >= self.planned
+        return self.finished_before >= self.planned
 
-    async def run(self, runner: Run, dataset: Any, store: KeepsRollouts | None) -> None:
-        """Run what is left. Returns early after an interruption; everything finished is stored in any case."""
+    async def run(self, runner: Run, dataset: Any, keep: Callable[[Rollout], None] | None) -> None:
+        """Run what is left. Returns early after an interruption; everything finished is kept in any case.
+
+        Args:
+            keep: stores a finished rollout; None keeps its numbers alone.
+        """
 
         def take(rollout: Rollout) -> None:
-            if store is not None:
-                store.append(rollout)
-            self.progress.add(rollout)
+            if keep is not None:
+                keep(rollout)
+            self.results.add_rollout(rollout)
             self.ran += 1
             self.tokens += rollout.usage.completion_tokens or 0
 
         shard = Shard.of_run(self.metadata)
         requests = iter_requests(dataset, self.metadata["rollouts_per_example"], self.metadata["seed"], shard)
-        units = self.finished.left(requests, whole_groups=self.whole_groups)
         async with self.lag.measured():
-            await run_units(runner, units, take, self.interruption)
+            await run_units(runner, self._units_left(requests), take, self.interruption)
+
+    def _units_left(self, groups: Iterable[list[RolloutRequest]]) -> Iterator[list[RolloutRequest]]:
+        """Yield the remaining rollouts in units that are scored together: a rollout, or a prompt's group."""
+        for group in groups:
+            done = self.done.get(group[0].key.example_id, ())
+            missing = [request for request in group if request.key.generation not in done]
+            if not self.whole_groups:
+                yield from ([request] for request in missing)
+            elif missing:
+                yield group
 
     def summary(self, seconds: float, **options: Any) -> dict[str, Any]:
-        """Return the run in numbers.
+        """Return the run in numbers; to the seconds of this process those of earlier ones are added.
 
         Args:
-            seconds: that this process ran rollouts; those of earlier ones are added.
+            seconds: that this process ran rollouts.
             **options: `right_from` and `prices` of `summarize`.
         """
         before = (self.metadata.get("summary") or {}).get("seconds") or 0.0
-        found = self.progress.summary(before + seconds, self.metadata, **options)
-        found["prompts_trained_on"] = self.metadata.get("prompts_trained_on")
-        if self.lag.samples:
-            found["loop_lag_ms"] = {"p50": self.lag.quantile_ms(0.5), "p95": self.lag.quantile_ms(0.95)}
-            found["loop_lag_ms"]["max"] = round(self.lag.max_ms, 1)
+        found = run_summary(self.results, self.metadata, before + seconds, **options)
+        if self.lag.late_ms:
+            shares = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+            found["loop_lag_ms"] = {name: round(self.lag.quantile_ms(share), 1) for name, share in shares.items()}
         return found
 
     @property
     def lag_distorts(self) -> bool:
         """True where the event loop was so late that measured times are not the server's."""
-        return bool(self.ran) and self.lag.distorts(self.progress.generation_s / len(self.progress) * 1000)
+        return bool(self.ran) and self.lag.distorts(self.results.generation_s / len(self.results) * 1000)
 
     def require_scores(self) -> None:
         """Raise NothingScoredError, with the commonest cause, where no rollout got a reward."""
-        if not self.progress.scored:
-            raise nothing_scored(len(self.progress), self.progress.commonest_failure())
+        if not self.results.scored:
+            raise _nothing_scored(len(self.results), self.results.commonest_failure())
+
+
+# -- new, or continued ---------------------------------------------------------------------------------------------
+
+IDENTITY = (
+    "env",
+    "env_version",
+    "env_source",
+    "env_args",
+    "prompts",
+    "model",
+    "base_url",
+    "sampling_args",
+    "num_examples",
+    "rollouts_per_example",
+    "seed",
+)
+"""Entries of metadata.json that make two commands the same evaluation, or shards of the same."""
 
 
 def open_run(
@@ -142,49 +359,43 @@ def open_run(
         redact: takes secrets out of what is written.
 
     Raises:
-        ConfigError: nothing can be written there, or a stored run is damaged.
+        ConfigError: nothing can be written there, a stored run is damaged, or there is no prompt to run, or fewer
+            than shards.
     """
-    _planned(plan)  # refuses before a directory is made
+    planned = _planned(plan)  # refuses before a directory is made
     parent = Path(root) / f"{plan['env']}--{plan['model']}".replace("/", "--")
     directory = None if fresh else find_run(parent, run_identity(plan), plan.get("shard"))
     if directory is None:
         directory = new_run_directory(plan["env"], plan["model"], root, shard=Shard.of_run(plan))
-    return run_in(directory, plan, rubric, redact=redact)
+        return new_run(directory, plan, rubric, redact=redact)
+    redact, whole_groups, stored = redact or Redactor(()), scores_whole_groups(rubric), read_metadata(directory)
+    results, done = finished_rollouts(
+        directory, plan["rollouts_per_example"], whole_groups=whole_groups, redact=redact
+    )
+    run = EvaluationRun(directory, stored, planned, whole_groups, redact, results, done)
+    if not run.is_complete:
+        # else nothing is run today, so nothing of today belongs to the run
+        kept: dict[str, Any] = {name: stored[name] for name in ("started", "started_at", "summary") if name in stored}
+        begun = _begun(plan)
+        run.metadata = {**begun, **kept, "sessions": [*stored.get("sessions", ()), *begun["sessions"]]}
+    return run
 
 
-def run_in(
-    directory: Path, plan: Mapping[str, Any], rubric: Any, *, fresh: bool = False, redact: Redactor | None = None
+def new_run(
+    directory: Path, plan: Mapping[str, Any], rubric: Any, *, redact: Redactor | None = None
 ) -> EvaluationRun:
-    """Return the run of this plan in a directory: continued where the directory holds that run, else new.
-
-    Args:
-        directory: of the run; it need not exist yet.
-        plan: as in `open_run`.
-        rubric: as in `open_run`.
-        fresh: ignore what is stored there.
-        redact: takes secrets out of what is written.
-
-    Raises:
-        ConfigError: the stored run is damaged, or there is no prompt to run, or fewer than shards.
-    """
+    """Return a new run of a plan in a directory, which need not exist yet."""
     redact = redact or Redactor(())
-    metadata: dict[str, Any] = {**plan, "identity": run_identity(plan)}
-    planned = _planned(metadata)
-    whole_groups = scores_whole_groups(rubric)
+    results = RolloutResults(redact=redact)
+    return EvaluationRun(directory, _begun(plan), _planned(plan), scores_whole_groups(rubric), redact, results)
+
+
+def _begun(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a run that begins now."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     session = {"started": now, "versions": plan.get("versions"), "git": plan.get("git")}
-    stored = {} if fresh else read_metadata(directory)
-    if not _is_part(stored, metadata["identity"], metadata.get("shard")):
-        metadata |= {"started": now, "started_at": time.time(), "sessions": [session]}
-        return EvaluationRun(directory, metadata, planned, Finished(Progress(redact)), whole_groups, redact)
-    each = metadata["rollouts_per_example"]
-    finished = finished_rollouts(directory, each, whole_groups=whole_groups, redact=redact)
-    if finished.count >= planned:
-        # nothing is run today, so nothing of today belongs to the run
-        return EvaluationRun(directory, stored, planned, finished, whole_groups, redact)
-    metadata |= {name: stored[name] for name in ("started", "started_at", "summary") if name in stored}
-    metadata["sessions"] = [*stored.get("sessions", ()), session]
-    return EvaluationRun(directory, metadata, planned, finished, whole_groups, redact)
+    begun = {"started": now, "started_at": time.time(), "sessions": [session]}
+    return {**plan, "identity": run_identity(plan), **begun}
 
 
 def _planned(plan: Mapping[str, Any]) -> int:
@@ -192,24 +403,6 @@ def _planned(plan: Mapping[str, Any]) -> int:
     if planned is None:
         raise ConfigError("the dataset has no rows to evaluate; give the environment an eval_dataset that has some.")
     return planned
-
-
-# -- what is the same evaluation, and what of it is finished -----------------------------------------------------
-
-IDENTITY = (
-    "env",
-    "env_version",
-    "env_source",
-    "env_args",
-    "prompts",
-    "model",
-    "base_url",
-    "sampling_args",
-    "num_examples",
-    "rollouts_per_example",
-    "seed",
-)
-"""Entries of metadata.json that make two commands the same evaluation, or shards of the same."""
 
 
 def run_identity(metadata: Mapping[str, Any]) -> str:
@@ -230,74 +423,33 @@ def fingerprint(dataset: Any) -> str:
 def find_run(directory: Path, identity: str, shard: str | None = None) -> Path | None:
     """Return the newest run of this identity and shard below `directory`, or None."""
     found: list[tuple[float, str, Path]] = []
-    entries = os.scandir(directory) if directory.is_dir() else ()
-    for entry in entries:
-        path = Path(entry.path)
-        if (path / METADATA).is_file():
-            try:
-                metadata = read_metadata(path)
-            except ConfigError:
-                continue  # foreign or damaged: not a run to continue
-            if _is_part(metadata, identity, shard):
-                found.append((float(metadata.get("started_at") or 0.0), entry.name, path))
+    for path in directory.glob(f"*/{METADATA}"):
+        try:
+            metadata = read_metadata(path.parent)
+        except ConfigError:
+            continue  # foreign or damaged: not a run to continue
+        if metadata.get("identity") == identity and metadata.get("shard") == shard:
+            found.append((float(metadata.get("started_at") or 0.0), path.parent.name, path.parent))
     return max(found)[2] if found else None
 
 
-def _is_part(stored: Mapping[str, Any], identity: str, shard: str | None) -> bool:
-    return stored.get("identity") == identity and stored.get("shard") == shard
-
-
-@dataclass(slots=True)
-class Finished:
-    """The rollouts that a run has finished.
-
-    Attributes:
-        progress: of everything that is stored.
-        done: for each prompt, the generations that need not be done again.
-    """
-
-    progress: Progress = field(default_factory=Progress)
-    done: dict[int, set[int]] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.done.values()))
-
-    def left(self, groups: Iterator[Sequence[Any]], *, whole_groups: bool) -> Iterator[list[Any]]:
-        """Yield the remaining rollouts in units that are scored together: a rollout, or a prompt's group."""
-        for group in groups:
-            done = self.done.get(group[0].key.example_id, ())
-            missing = [request for request in group if request.key.generation not in done]
-            if whole_groups:
-                if missing:
-                    yield list(group)
-            else:
-                yield from ([request] for request in missing)
-
-
 def finished_rollouts(
-    directory: Path, rollouts_per_example: int, *, whole_groups: bool, redact: Callable[[str], str] | None = None
-) -> Finished:
-    """Read what a run has done so far, without keeping its transcripts.
+    directory: Path, rollouts_per_example: int, *, whole_groups: bool, redact: Redactor
+) -> tuple[RolloutResults, dict[int, set[int]]]:
+    """Read what a run has done so far: the numbers of all rollouts, and for each prompt the generations to keep.
 
     Args:
-        directory: of the run.
-        rollouts_per_example: as planned.
-        redact: see `Progress`.
         whole_groups: a prompt counts only when all of its rollouts have a reward.
     """
     scored: dict[int, set[int]] = {}
-    finished = Finished(Progress(redact))
+    results = RolloutResults(redact=redact)
     for row in iter_rows(directory):
         generations = scored.setdefault(int(row["example_id"]), set())
         done = generations.discard if Outcome(row["outcome"]).is_failure else generations.add
         done(int(row["generation"]))
-        finished.progress.add_row(row)
-    for example, generations in scored.items():
-        if not whole_groups or len(generations) >= rollouts_per_example:
-            finished.done[example] = generations
-    finished.progress.mark_done(finished.done)
-    return finished
+        results.add(row)
+    least = rollouts_per_example if whole_groups else 0
+    return results, {example: done for example, done in scored.items() if len(done) >= least}
 
 
 def scores_whole_groups(rubric: Any) -> bool:

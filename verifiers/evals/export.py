@@ -28,21 +28,10 @@ from verifiers.evals.store import StoredRun, json_line, metrics_of, read_run
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "FORMATS",
-    "export_run",
-    "preference_rows",
-    "push_dataset",
-    "save_dataset",
-    "sft_rows",
-    "to_dataset",
-]
-
 FORMATS = ("csv", "jsonl", "hf", "sft", "preference", "inspect")
 
 _PLAIN = ("example_id", "generation", "task", "outcome", "reward", "error")
 _COUNTS = ("generation_ms", "scoring_ms", "prompt_tokens", "completion_tokens", "turns", "attempts")
-_NESTED = ("prompt", "completion", "answer", "info")
 
 
 def export_run(
@@ -52,17 +41,10 @@ def export_run(
     *,
     threshold: float | None = None,
 ) -> tuple[Path, int]:
-    """Write a run in one of `FORMATS`.
+    """Write a run in one of `FORMATS`; return the path written to, and how many rows.
 
-    Args:
-        run: what is written.
-        target: file, for "hf" a directory; it must not be there yet.
-        kind: one of `FORMATS`.
-        threshold: for "sft" the reward that the best rollout must have at least (default 1), for "preference" the
-            least difference between best and worst (default: any).
-
-    Returns:
-        The path written to, and how many rows.
+    `target` is a file, for "hf" a directory, and must not be there yet. `threshold` is for "sft" the reward that the
+    best rollout must have at least (default 1), for "preference" the least difference between best and worst.
 
     Raises:
         ConfigError: an unknown format, a target that is there, or nothing to write.
@@ -74,26 +56,24 @@ def export_run(
         raise ConfigError(f"{str(path)!r} is there already; give another file.")
     if not run.rows:
         raise ConfigError(f"{str(run.directory)!r} holds no rollouts, so there is nothing to export.")
+    rows = run.rows
     if kind == "hf":
         _save(to_dataset(run), path)
-        return path, len(run.rows)
-    if kind == "csv":
+    elif kind == "csv":
         _write(path, lambda file: _write_csv(run, file))
-        return path, len(run.rows)
-    if kind == "inspect":
+    elif kind == "inspect":
         _write(path, lambda file: write_inspect(run, file))
-        return path, len(run.rows)
-    if kind == "jsonl":
-        _write(path, lambda file: file.writelines(f"{json_line(row)}\n".encode() for row in run.rows))
-        return path, len(run.rows)
-    rows = list(
-        sft_rows(run, 1.0 if threshold is None else threshold)
-        if kind == "sft"
-        else preference_rows(run, 0.0 if threshold is None else threshold)
-    )
-    if not rows:
-        raise ConfigError(f"no prompt of {str(run.directory)!r} gives a row: {_why_none(kind, threshold)}.")
-    _write(path, lambda file: file.write("".join(json_line(row) + "\n" for row in rows).encode()))
+    else:
+        if kind == "sft":
+            least = 1.0 if threshold is None else threshold
+            rows = list(sft_rows(run, least))
+            why = f"no completed rollout has a reward of {least:g}; set --threshold"
+        elif kind == "preference":
+            rows = list(preference_rows(run, threshold or 0.0))
+            why = "no prompt has two completed rollouts whose rewards differ enough"
+        if not rows:
+            raise ConfigError(f"no prompt of {str(run.directory)!r} gives a row: {why}.")
+        _write(path, lambda file: file.writelines(f"{json_line(row)}\n".encode() for row in rows))
     return path, len(rows)
 
 
@@ -101,9 +81,7 @@ def to_dataset(run: StoredRun) -> Dataset:
     """Return the run as a `datasets.Dataset`: messages as lists, `info` and other loose columns as JSON text."""
     import datasets
 
-    names = sorted({name for row in run.rows for name in metrics_of(row)})
-    rows = [_flat(row, names, nested=_message_list) for row in run.rows]
-    return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list(_flat_rows(run, _message_list))
 
 
 def save_dataset(directory: str | Path, target: str | Path) -> Path:
@@ -132,11 +110,7 @@ def _save(dataset: Dataset, path: Path) -> None:
 
 
 def push_dataset(directory: str | Path, name: str) -> None:
-    """Push the run in `directory` to the Hugging Face Hub, with the login that is set up on this machine.
-
-    Raises:
-        ConfigError: the Hub did not take it.
-    """
+    """Push the run in `directory` to the Hugging Face Hub, with the login that is set up on this machine."""
     dataset = to_dataset(read_run(directory))
     try:
         dataset.push_to_hub(name)
@@ -192,35 +166,31 @@ def _scored_by_prompt(run: StoredRun) -> Iterator[list[dict[str, Any]]]:
     yield from groups.values()
 
 
-def _why_none(kind: str, threshold: float | None) -> str:
-    if kind == "sft":
-        return f"no completed rollout has a reward of {1.0 if threshold is None else threshold:g}; set --threshold"
-    return "no prompt has two completed rollouts whose rewards differ enough"
+def _flat_rows(run: StoredRun, conversation: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return rows of the same columns: messages as `conversation` makes them, other nested values as text."""
+    names = sorted({name for row in run.rows for name in metrics_of(row)})
+    rows = []
+    for row in run.rows:
+        found = metrics_of(row)
+        flat = {name: row.get(name) for name in _PLAIN}
+        flat |= {name: conversation(row.get(name)) for name in ("prompt", "completion")}
+        flat |= {name: _text(row.get(name)) for name in ("answer", "info")}
+        flat |= {name: row.get(name) for name in _COUNTS}
+        # a reward function may have the name of one of our columns
+        rows.append(flat | {(f"metric_{name}" if name in flat else name): found.get(name) for name in names})
+    return rows
 
 
-def _flat(row: Mapping[str, Any], metrics: list[str], nested: Callable[[str, Any], Any]) -> dict[str, Any]:
-    found = metrics_of(row)
-    flat = {name: row.get(name) for name in _PLAIN}
-    flat |= {name: nested(name, row.get(name)) for name in _NESTED}
-    flat |= {name: row.get(name) for name in _COUNTS}
-    # a reward function may have the name of one of our columns
-    return flat | {(f"metric_{name}" if name in flat else name): found.get(name) for name in metrics}
-
-
-def _message_list(name: str, value: Any) -> Any:
-    if name in ("prompt", "completion"):
-        messages = value if isinstance(value, list) else [{"role": "text", "content": "" if value is None else value}]
-        return [
-            {
-                "role": str(message.get("role", "")),
-                "content": _text(message.get("content")),
-                "tool_calls": _text(message.get("tool_calls")),
-                "tool_call_id": _text(message.get("tool_call_id")),
-            }
-            for message in messages
-            if isinstance(message, Mapping)
-        ]
-    return _text(value)
+def _message_list(value: Any) -> list[dict[str, Any]]:
+    messages = value if isinstance(value, list) else [{"role": "text", "content": "" if value is None else value}]
+    return [
+        {
+            "role": str(message.get("role", "")),
+            **{name: _text(message.get(name)) for name in ("content", "tool_calls", "tool_call_id")},
+        }
+        for message in messages
+        if isinstance(message, Mapping)
+    ]
 
 
 def _text(value: Any) -> str | None:
@@ -232,8 +202,7 @@ def _text(value: Any) -> str | None:
 
 
 def _write_csv(run: StoredRun, file: IO[bytes]) -> None:
-    names = sorted({name for row in run.rows for name in metrics_of(row)})
-    rows = [_flat(row, names, nested=lambda _, value: _text(value)) for row in run.rows]
+    rows = _flat_rows(run, _text)
     text = io.TextIOWrapper(cast("io.BufferedWriter", file), encoding="utf-8", errors="replace", newline="")
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, Any
 
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import mean_and_stderr_clustered
 from verifiers.evals.store import StoredRun, json_line, metrics_of
-
-__all__ = ["write_inspect"]
 
 _VERSION = 2
 _ROLES = ("system", "user", "assistant", "tool")
@@ -49,7 +48,7 @@ def _header(run: StoredRun) -> dict[str, Any]:
     env, model = str(metadata.get("env") or run.directory.name), str(metadata.get("model") or "none")
     ids = sorted({row["example_id"] for row in run.rows})
     epochs = max(row["generation"] for row in run.rows) + 1
-    tokens = _usage(run.rows)
+    results = RolloutResults(run.rows)
     spec = {
         "eval_id": _id(run, "eval"),
         "run_id": _id(run, "run"),
@@ -78,23 +77,14 @@ def _header(run: StoredRun) -> dict[str, Any]:
         "results": {
             "total_samples": len(run.rows),
             "completed_samples": len(run.rows) - failed,
-            "scores": [_score(run, name) for name in _score_names(run)],
+            "scores": [_score(name, results.values(name)) for name in results.metrics],
         },
-        "stats": {"started_at": created, "completed_at": created, "model_usage": {model: tokens}},
+        "stats": {"started_at": created, "completed_at": created, "model_usage": {model: _usage(run.rows)}},
     }
 
 
-def _score_names(run: StoredRun) -> list[str]:
-    return ["reward", *sorted({name for row in run.rows for name in metrics_of(row)} - {"reward"})]
-
-
-def _score(run: StoredRun, name: str) -> dict[str, Any]:
-    groups: dict[Any, list[float]] = {}
-    for row in run.rows:
-        value = _scores(row).get(name)
-        if value is not None:
-            groups.setdefault(row["example_id"], []).append(value)
-    estimate = mean_and_stderr_clustered(list(groups.values()))
+def _score(name: str, values: Mapping[Any, Sequence[float]]) -> dict[str, Any]:
+    estimate = mean_and_stderr_clustered(list(values.values()))
     return {
         "name": name,
         "scorer": name,
@@ -151,17 +141,14 @@ def _sample(run: StoredRun, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("id", "epoch", "target", "scores", "model_usage", "total_time", "uuid")
-    text = "\n\n".join(f"{_content_text(message['content'])}" for message in sample["input"])
+    contents = [message["content"] for message in sample["input"]]
+    text = "\n\n".join(one if isinstance(one, str) else json.dumps(one, default=str) for one in contents)
     summary = {name: sample[name] for name in kept}
     summary |= {"input": text[:_LONGEST_SUMMARY], "completed": True, "message_count": len(sample["messages"])}
     summary["metadata"] = {"outcome": sample["metadata"]["outcome"]}
     if "error" in sample:
         summary["error"] = sample["error"]["message"]
     return summary
-
-
-def _content_text(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, default=str)
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:

@@ -1,15 +1,15 @@
 """Join the shards of an evaluation into one run, as if one process had run it.
 
-Rows, statistics, tokens, retries and the plan in the metadata are those of the unsharded run; rows are ordered by
-example and generation. What depends on the clock or on the process is not: `started` is the earliest shard's,
+Rows, statistics, tokens, retries and the plan in the metadata are those of the unsharded run; rows stand shard by
+shard. What depends on the clock or on the process is not: `started` is the earliest shard's,
 `sessions` are all of theirs, `summary.seconds` is their sum, `summary.loop_lag_ms` is left out, and what does not
 identify an evaluation (limits, timeouts, versions, git) is as in the first shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,16 @@ from typing import Any
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import IDENTITY
-from verifiers.evals.progress import Progress
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import (
     FAILURES,
-    METADATA,
     RESULTS,
     ResultStore,
-    iter_lines,
+    iter_rows,
     new_run_directory,
     read_metadata,
 )
-from verifiers.evals.summary import PriceTable
-
-__all__ = ["merge_runs"]
+from verifiers.evals.summary import PriceTable, run_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +42,9 @@ class _StoredShard:
 def merge_runs(
     directories: Sequence[str | Path], root: str | Path = "outputs/evals", *, prices: PriceTable | None = None
 ) -> Path:
-    """Write the run that all shards of an evaluation make together; the shards stay as they are.
+    """Write the run that all shards of an evaluation make together, and return its directory, which is below `root`.
 
-    Args:
-        directories: of the shards, in any order.
-        root: directory of all evaluations, below which the run gets a directory of its own.
-        prices: what tokens cost; needed where the shards were given prices.
-
-    Returns:
-        The directory of the run.
+    The shards, given in any order, stay as they are. `prices` are needed where the shards were given some.
 
     Raises:
         ConfigError: a shard is missing, there twice, unfinished, or of another evaluation; the message names it.
@@ -66,18 +57,21 @@ def merge_runs(
     if (prices is None) != (currency is None):
         given = "without" if currency is None else "with"
         raise ConfigError(f"the shards were run {given} prices, so the merged run is merged {given} --prices too.")
-    progress = Progress()
-    lines = [_places(number, one, RESULTS, progress) for number, one in enumerate(shards)]
-    failures = [_places(number, one, FAILURES) for number, one in enumerate(shards)]
+    results = RolloutResults()
+    for one in shards:
+        _count(one, results)
     metadata = _merged_metadata(shards)
     directory = new_run_directory(metadata["env"], metadata["model"], root)
-    _copy_lines(shards, lines, RESULTS, directory)
-    if any(failures):
-        _copy_lines(shards, failures, FAILURES, directory)
+    for name in (RESULTS, FAILURES):
+        parts = [one.directory / name for one in shards if (one.directory / name).is_file()]
+        if parts:
+            with (directory / name).open("wb") as target:
+                for part in parts:
+                    with part.open("rb") as source:
+                        shutil.copyfileobj(source, target)
     with ResultStore(directory, metadata) as store:
         seconds = sum(one.metadata["summary"]["seconds"] for one in shards)
-        summary = progress.summary(seconds, metadata, right_from=right_from, prices=prices)
-        summary["prompts_trained_on"] = metadata.get("prompts_trained_on")
+        summary = run_summary(results, metadata, seconds, right_from=right_from, prices=prices)
         store.write_metadata(summary=summary, status="finished")
     return directory
 
@@ -86,8 +80,6 @@ def _stored_shard(path: Path) -> _StoredShard:
     directory = path.parent if path.name == RESULTS else path
     metadata = read_metadata(directory)
     shard = Shard.of_run(metadata)
-    if not metadata:
-        raise ConfigError(f"{str(directory)!r} holds no {METADATA}; give directories that vf-eval --shard wrote.")
     if shard is None or "identity" not in metadata:
         raise ConfigError(f"{str(directory)!r} is not a shard of a run; give directories that vf-eval --shard wrote.")
     found = _StoredShard(directory, metadata, shard)
@@ -131,45 +123,19 @@ def _agreed(shards: Sequence[_StoredShard], name: str) -> Any:
     return value
 
 
-_Place = tuple[int, int, int, int, int]
-"""Example, generation, index of the shard, first byte and length of a line; lines of a rollout keep their order."""
-
-
-def _places(number: int, one: _StoredShard, name: str, progress: Progress | None = None) -> list[_Place]:
-    """Return where a shard's lines are; with `progress`, count them, and require a row for each of its rollouts."""
-    places, start = [], 0
-    for line, row in iter_lines(one.directory, name):
-        places.append((int(row["example_id"]), int(row["generation"]), number, start, len(line)))
-        start += len(line)
-        if progress is not None:
-            progress.add_row(row)
-    if progress is not None:
-        each = one.metadata["rollouts_per_example"]
-        planned = {(i, g) for i in one.shard.examples(one.metadata["num_examples"]) for g in range(each)}
-        stored = {place[:2] for place in places}
-        if stored != planned:
-            raise ConfigError(
-                f"{one} should hold {len(planned)} rollouts, of which {len(planned - stored)} are missing, "
-                f"and holds {len(stored - planned)} of others; copy all of it."
-            )
-    return places
-
-
-def _copy_lines(
-    shards: Sequence[_StoredShard], places: Sequence[Sequence[_Place]], name: str, directory: Path
-) -> None:
-    """Write the lines of all shards in order, one at a time: they may be larger than memory."""
-    with ExitStack() as opened:
-        sources = [
-            opened.enter_context((one.directory / name).open("rb")) if of_shard else None
-            for one, of_shard in zip(shards, places, strict=True)
-        ]
-        target = opened.enter_context((directory / name).open("wb"))
-        for _, _, number, start, length in sorted(place for of_shard in places for place in of_shard):
-            source = sources[number]
-            assert source is not None
-            source.seek(start)
-            target.write(source.read(length))
+def _count(one: _StoredShard, results: RolloutResults) -> None:
+    """Add the rows of a shard to the numbers; refuse one that lacks rollouts, or has others'."""
+    stored = set()
+    for row in iter_rows(one.directory):
+        results.add(row)
+        stored.add((int(row["example_id"]), int(row["generation"])))
+    each = one.metadata["rollouts_per_example"]
+    planned = {(i, g) for i in one.shard.examples(one.metadata["num_examples"]) for g in range(each)}
+    if stored != planned:
+        raise ConfigError(
+            f"{one} should hold {len(planned)} rollouts, of which {len(planned - stored)} are missing, "
+            f"and holds {len(stored - planned)} of others; copy all of it."
+        )
 
 
 def _merged_metadata(shards: Sequence[_StoredShard]) -> dict[str, Any]:
@@ -179,13 +145,7 @@ def _merged_metadata(shards: Sequence[_StoredShard]) -> dict[str, Any]:
         **metadata,
         "started": earliest["started"],
         "started_at": earliest["started_at"],
-        "sessions": list(_sessions(shards)),
+        "sessions": [{**session, "shard": str(one.shard)} for one in shards for session in one.metadata["sessions"]],
         "merged_from": [str(one.directory) for one in shards],
         "status": "running",
     }
-
-
-def _sessions(shards: Sequence[_StoredShard]) -> Iterator[dict[str, Any]]:
-    for one in shards:
-        for session in one.metadata["sessions"]:
-            yield {**session, "shard": str(one.shard)}

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment_provenance", "git_provenance", "versions"]
-
 _GIT_TIMEOUT_S = 5.0
 _MOST_FILES = 500
 
@@ -35,8 +33,13 @@ def environment_provenance(env_id: str) -> dict[str, str | None]:
         if entry.name.replace("-", "_") == name:
             module, version = entry.module, entry.dist.version if entry.dist is not None else None
             break
-    version = version or _version(name.replace("_", "-"))
-    return {"env_version": version, "env_source": _source_hash(module), "env_directory": _directory(module)}
+    file = getattr(sys.modules.get(module), "__file__", None)
+    path = None if file is None else Path(file)
+    return {
+        "env_version": version or _version(name.replace("_", "-")),
+        "env_source": None if path is None else _source_hash(path),
+        "env_directory": None if path is None else str(_import_root(path.resolve(), module)),
+    }
 
 
 def git_provenance() -> dict[str, Any] | None:
@@ -55,24 +58,19 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _directory(module: str) -> str | None:
+def _import_root(path: Path, module: str) -> Path:
     """Return the directory from which a module was imported."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return str(Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]) if file else None
+    return path.parents[module.count(".") + (path.name == "__init__.py")]
 
 
-def _source_hash(module: str) -> str | None:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or not file.endswith(".py"):
-        return None
-    path = Path(file)
+def _source_hash(path: Path) -> str | None:
     files = sorted(path.parent.rglob("*.py"))[:_MOST_FILES] if path.name == "__init__.py" else [path]
     digest = hashlib.blake2b(digest_size=8)
-    for source in files:
-        try:
+    try:
+        for source in files:
             digest.update(f"{source.relative_to(path.parent)}\n".encode() + source.read_bytes())
-        except OSError:
-            return None
+    except OSError:
+        return None
     return digest.hexdigest()
 
 

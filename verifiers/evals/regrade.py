@@ -15,17 +15,16 @@ from typing import Any
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
-from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
-from verifiers.evals.progress import Progress
+from verifiers.evals.evaluation_run import EVALUATION_BLOCK
 from verifiers.evals.provenance import versions
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, StoredRun
+from verifiers.evals.summary import run_summary
 from verifiers.inference.limiter import Limiter
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import Run
 from verifiers.types import Failure, MessageRecord, Outcome, RolloutKey, State, Timing, Usage
-
-__all__ = ["Regraded", "RestoredState", "regrade"]
 
 # what rubrics themselves look for and may miss
 _MAY_BE_MISSING = frozenset({"advantage", "error", "grading_errors", "input", "is_truncated", "metrics", "reward"})
@@ -45,7 +44,7 @@ class RestoredState(State):
         return self[name] if name in self or name not in _MAY_BE_MISSING else default
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Set a value that is not there, as of a dict: rubrics store what they have computed."""
+        """Set a value that is not there: rubrics store what they have computed."""
         if name not in self:
             self[name] = default
         return self[name]
@@ -53,17 +52,11 @@ class RestoredState(State):
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """The result of grading a run again.
-
-    Attributes:
-        directory: the new run.
-        before, after: numbers of the stored rewards and of the new ones.
-        changed: rollouts whose reward is another one, or is there now, or no longer.
-    """
+    """A run that was graded again: the new one, numbers before and after, and how many rewards are others or gone."""
 
     directory: Path
-    before: Progress
-    after: Progress
+    before: RolloutResults
+    after: RolloutResults
     changed: int
 
 
@@ -77,24 +70,17 @@ async def regrade(
 ) -> Regraded:
     """Grade a stored run with the environment's rubric, and store the result as a run beside it.
 
-    Rollouts that failed before they were graded stay as they are.
-
-    Args:
-        env: whose rubric grades.
-        run: what is graded.
-        redact: takes secrets out of what is written.
-        max_concurrent: prompts graded at once.
-        grading_timeout_s: for the rollouts of one prompt, in seconds.
+    Rollouts that failed before they were graded stay as they are. `max_concurrent` prompts are graded at once, and
+    the rollouts of one have `grading_timeout_s` seconds.
 
     Raises:
         ConfigError: the run has no rollouts, or nothing can be written beside it.
     """
     if not run.rows:
         raise ConfigError(f"{str(run.directory)!r} holds no rollouts, so there is nothing to grade.")
-    before, after, changed = Progress(redact), Progress(redact), 0
+    before, after = RolloutResults(run.rows), RolloutResults(redact=redact or Redactor(()))
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in run.rows:
-        before.add_row(row)
         groups.setdefault(row["example_id"], []).append(row)
     directory = _directory_beside(run.directory)
     runner = Run(env, None, "", grading_timeout_s=grading_timeout_s)  # type: ignore[arg-type]
@@ -115,11 +101,12 @@ async def regrade(
                 await runner.score(rollouts)
             for rollout in rollouts:
                 store.append(rollout)
-                after.add(rollout)
+                after.add_rollout(rollout)
             return sum(rollout.reward != row.get("reward") for rollout, row in zip(rollouts, rows, strict=True))
 
         changed = sum(await gather_owned([one(rows) for rows in groups.values()]))
-        store.write_metadata(summary=after.summary(time.perf_counter() - started, metadata), status="finished")
+        summary = run_summary(after, metadata, time.perf_counter() - started)
+        store.write_metadata(summary=summary, status="finished")
     return Regraded(directory, before, after, changed)
 
 
@@ -173,13 +160,11 @@ def _messages(value: Any) -> Any:
 
 
 def _directory_beside(directory: Path) -> Path:
-    for number in range(1, 1000):
-        path = directory.resolve().parent / f"{directory.resolve().name}-regraded-{number}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"nothing can be written beside {str(directory)!r}: {error}.") from error
-        return path
-    raise ConfigError(f"{str(directory)!r} was graded again a thousand times; delete some of its '-regraded-' runs.")
+    run, number = directory.resolve(), 1
+    while (path := run.with_name(f"{run.name}-regraded-{number}")).exists():
+        number += 1
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise ConfigError(f"nothing can be written beside {str(directory)!r}: {error}.") from error
+    return path

@@ -15,150 +15,17 @@ from statistics import NormalDist
 from typing import TypeVar
 
 from verifiers.errors import ConfigError
-from verifiers.evals.pass_at_k import best_at_k, pass_at_k, pass_hat_k
-
-__all__ = [
-    "Bounds",
-    "Estimate",
-    "PermutationTest",
-    "best_at_k",
-    "beta_cdf",
-    "beta_quantile",
-    "clopper_pearson",
-    "detectable_difference",
-    "mean_and_stderr_clustered",
-    "paired_difference",
-    "pass_at_k",
-    "pass_hat_k",
-    "shuffle_test",
-    "sign_flip_test",
-    "t_quantile",
-    "unpaired_difference",
-    "without_variation",
-]
-
-_POWER = 0.8
-
-
-@functools.lru_cache(maxsize=256)
-def t_quantile(probability: float, degrees: float) -> float:
-    """Return the quantile of Student's t with `degrees` >= 1 degrees of freedom at this probability.
-
-    Up to 1,000 degrees by inverting the incomplete beta function, beyond by the expansion in 1 / degrees of
-    Abramowitz and Stegun 26.7.5; relative error below 1e-8.
-
-    Raises:
-        ConfigError: a probability that is not between 0 and 1, or degrees below 1.
-    """
-    if not 0 < probability < 1 or not degrees >= 1:
-        raise ConfigError(
-            f"Student's t needs a probability between 0 and 1 and at least 1 degree of freedom, "
-            f"not {probability!r} and {degrees!r}."
-        )
-    if probability == 0.5:
-        return 0.0
-    tail = min(probability, 1 - probability)
-    value = _t_by_expansion(tail, degrees) if degrees > 1000 else _t_by_inversion(tail, degrees)
-    return value if probability > 0.5 else -value
-
-
-@functools.lru_cache(maxsize=4096)
-def clopper_pearson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the exact interval for a probability, given `right` successes in `trials` independent trials.
-
-    It covers the truth with at least `confidence`, whatever the truth is (Clopper and Pearson 1934).
-
-    Raises:
-        ConfigError: not 0 <= right <= trials, or no trial at all.
-    """
-    if not 0 <= right <= trials or trials < 1:
-        raise ConfigError(f"an exact interval needs 0 <= right <= trials and a trial, not {right} of {trials}.")
-    tail = (1 - confidence) / 2
-    low = 0.0 if right == 0 else beta_quantile(tail, right, trials - right + 1)
-    high = 1.0 if right == trials else beta_quantile(1 - tail, right + 1, trials - right)
-    return low, high
-
-
-def without_variation(mean: float, draws: int, bounds: tuple[float, float], confidence: float) -> tuple[float, float]:
-    """Return an exact interval for the mean of a quantity within `bounds` of which all `draws` gave the same value.
-
-    With probability `confidence` at most a share 1 - (alpha / 2)^(1 / draws) of all there is has another value,
-    and that share may lie anywhere within the bounds. At either bound this is the interval of Clopper and Pearson.
-    """
-    other = 1 - ((1 - confidence) / 2) ** (1 / draws)
-    low, high = bounds
-    return mean - other * (mean - low), mean + other * (high - mean)
-
-
-def beta_quantile(probability: float, a: float, b: float) -> float:
-    """Return the quantile of beta(a, b) at this probability, by bisection; error below 1e-12."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-14:
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if beta_cdf(middle, a, b) < probability else (low, middle)
-    return (low + high) / 2
-
-
-def beta_cdf(x: float, a: float, b: float) -> float:
-    """Return the regularized incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22)."""
-    if x <= 0 or x >= 1:
-        return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):
-        return 1 - beta_cdf(1 - x, b, a)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    # Lentz's method, as Thompson and Barnett give it: numerators and denominators never vanish.
-    tiny = 1e-300
-    c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
-    fraction = d
-    for m in range(1, 10_000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for numerator in (even, odd):
-            d = 1 / ((1 + numerator * d) or tiny)
-            c = (1 + numerator / c) or tiny
-            fraction *= c * d
-        if abs(c * d - 1) < 1e-16:
-            break
-    return front * fraction / a
-
-
-def _t_by_inversion(tail: float, degrees: float) -> float:
-    def too_small(value: float) -> bool:
-        return beta_cdf(degrees / (degrees + value * value), degrees / 2, 0.5) / 2 > tail
-
-    return _root(too_small)
-
-
-def _root(too_small: Callable[[float], bool]) -> float:
-    high = 1.0
-    while too_small(high):
-        high *= 2
-    low = high / 2 if high > 1 else 0.0
-    while high - low > 1e-13 * high:
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if too_small(middle) else (low, middle)
-    return (low + high) / 2
-
-
-def _t_by_expansion(tail: float, degrees: float) -> float:
-    z = -NormalDist().inv_cdf(tail)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
-
-
-# Prompt means that differ by less than this are equal: rewards like 0.7 do not average to exactly 0.7.
-_SAME = 1e-12
 
 PromptId = TypeVar("PromptId", bound=Hashable)
 Bounds = tuple[float, float]
+UNBOUNDED: Bounds = (-math.inf, math.inf)
+
+_POWER = 0.8
+# Prompt means that differ by less than this are equal: rewards like 0.7 do not average to exactly 0.7.
+_SAME = 1e-12
+
+
+# -- intervals of means --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +64,7 @@ def mean_and_stderr_clustered(
 
     Args:
         rewards_by_prompt: the rewards of each prompt's rollouts, failed ones left out; prompts without any are
-            skipped. Feed it one number a prompt, such as `pass_at_k`, to get an interval for that.
+            skipped.
         confidence: coverage of the interval, default 0.95.
         bounds: the smallest and largest reward there can be. None, the default, stands for (0, 1) where all
             rewards lie within, and else for none; (-inf, inf) says that there are none.
@@ -209,6 +76,14 @@ def mean_and_stderr_clustered(
     clusters = [rewards for rewards in rewards_by_prompt if len(rewards)]
     known = _bounds(bounds, clusters)
     return _estimate([_mean(rewards) for rewards in clusters], sum(map(len, clusters)), known, confidence)
+
+
+def mean_over_prompts(
+    values: Sequence[float], rollouts: int, *, confidence: float = 0.95, bounds: Bounds | None = None
+) -> Estimate:
+    """Estimate the mean of one number a prompt, such as its `pass_at_k`, that so many rollouts were made into."""
+    _check_confidence(confidence)
+    return _estimate(values, rollouts, _bounds(bounds, [values]), confidence)
 
 
 def paired_difference(
@@ -233,16 +108,14 @@ def paired_difference(
     Returns:
         An Estimate whose `rollouts` counts both sides. Where no difference varies, the interval is exact as in
         `mean_and_stderr_clustered`, and NaN without bounds.
-
-    Raises:
-        ConfigError: as `mean_and_stderr_clustered`.
     """
     _check_confidence(confidence)
     shared = [key for key in before if len(before[key]) and len(after.get(key, ()))]
     rollouts = sum(len(before[key]) + len(after[key]) for key in shared)
     known = _bounds(bounds, [side[key] for key in shared for side in (before, after)])
-    width = None if known is None else (known[0] - known[1], known[1] - known[0])
-    return _estimate([_mean(after[key]) - _mean(before[key]) for key in shared], rollouts, width, confidence)
+    return _estimate(
+        [_mean(after[key]) - _mean(before[key]) for key in shared], rollouts, _differences(known), confidence
+    )
 
 
 def unpaired_difference(
@@ -255,25 +128,12 @@ def unpaired_difference(
     """Estimate the gain of `after` over `before` where the two had different prompts.
 
     The difference of the means over prompts, with Welch's t interval (Welch 1947) over prompts. Where neither side
-    varies, the two exact intervals are combined, each at half the error.
-
-    Args:
-        before: rewards of each prompt's rollouts; prompts without any are skipped.
-        after: the same of the other run.
-        confidence: as in `paired_difference`.
-        bounds: as in `paired_difference`.
-
-    Returns:
-        An Estimate whose `prompts` and `rollouts` count both sides.
-
-    Raises:
-        ConfigError: as `mean_and_stderr_clustered`.
+    varies, the two exact intervals are combined, each at half the error. `prompts` and `rollouts` count both sides.
     """
     _check_confidence(confidence)
-    known = _bounds(bounds, [rewards for side in (before, after) for rewards in side if len(rewards)])
+    known = _bounds(bounds, [rewards for side in (before, after) for rewards in side])
     each = 1 - (1 - confidence) / 2
-    unbounded = (-math.inf, math.inf)
-    a, b = (mean_and_stderr_clustered(side, confidence=each, bounds=known or unbounded) for side in (before, after))
+    a, b = (mean_and_stderr_clustered(side, confidence=each, bounds=known or UNBOUNDED) for side in (before, after))
     mean, stderr = b.mean - a.mean, math.hypot(a.stderr, b.stderr)
     if stderr > 0:
         parts = [(e.stderr**2, e.prompts - 1) for e in (a, b)]
@@ -282,18 +142,15 @@ def unpaired_difference(
         low, high = mean - half, mean + half
     else:
         low, high = b.low - a.high, b.high - a.low
-    if known is not None:
-        low, high = _cut(low, high, (known[0] - known[1], known[1] - known[0]))
+    low, high = _cut(low, high, _differences(known))
     return Estimate(mean, stderr, low, high, a.prompts + b.prompts, a.rollouts + b.rollouts)
 
 
 def detectable_difference(stderr: float, degrees: float, *, confidence: float = 0.95) -> float:
     """Return the smallest true difference that an evaluation like this one would find with probability 0.8.
 
-    (t at (1 + confidence) / 2 + t at 0.8) * stderr, the usual approximation to the noncentral t.
-
-    Returns:
-        In the units of the rewards; NaN without a standard error above 0, or fewer than one degree of freedom.
+    (t at (1 + confidence) / 2 + t at 0.8) * stderr, the usual approximation to the noncentral t. NaN without a
+    standard error above 0, or with fewer than one degree of freedom.
     """
     if not stderr > 0 or not degrees >= 1:
         return math.nan
@@ -317,11 +174,9 @@ def _estimate(values: Sequence[float], rollouts: int, bounds: Bounds | None, con
         low, high = (
             bounds[0] + share * (bounds[1] - bounds[0]) for share in clopper_pearson(right, prompts, confidence)
         )
-        return Estimate(mean, stderr, low, high, prompts, rollouts)
-    half = t_quantile((1 + confidence) / 2, prompts - 1) * stderr
-    low, high = mean - half, mean + half
-    if bounds is not None:
-        low, high = _cut(low, high, bounds)
+    else:
+        half = t_quantile((1 + confidence) / 2, prompts - 1) * stderr
+        low, high = _cut(mean - half, mean + half, bounds)
     return Estimate(mean, stderr, low, high, prompts, rollouts)
 
 
@@ -333,11 +188,18 @@ def _bounds(given: Bounds | None, clusters: Sequence[Sequence[float]]) -> Bounds
     return (low, high) if within and math.isfinite(high - low) else None
 
 
+def _differences(bounds: Bounds | None) -> Bounds | None:
+    """Return the bounds of a difference of two values that keep these."""
+    return None if bounds is None else (bounds[0] - bounds[1], bounds[1] - bounds[0])
+
+
 def _all_at(values: Sequence[float], bounds: Bounds) -> bool:
     return all(min(abs(value - bounds[0]), abs(value - bounds[1])) <= _SAME for value in values)
 
 
-def _cut(low: float, high: float, bounds: Bounds) -> Bounds:
+def _cut(low: float, high: float, bounds: Bounds | None) -> Bounds:
+    if bounds is None:
+        return low, high
     # comparisons in this order let NaN through
     return (bounds[0] if low < bounds[0] else low), (bounds[1] if high > bounds[1] else high)
 
@@ -350,6 +212,119 @@ def _check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence is {confidence!r}, but it must lie between 0 and 1, such as 0.95.")
 
+
+# -- distributions -------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def t_quantile(probability: float, degrees: float) -> float:
+    """Return the quantile of Student's t with `degrees` >= 1 degrees of freedom at this probability.
+
+    Up to 1,000 degrees by inverting the incomplete beta function, beyond by the expansion in 1 / degrees of
+    Abramowitz and Stegun 26.7.5; relative error below 1e-8.
+
+    Raises:
+        ConfigError: a probability that is not between 0 and 1, or degrees below 1.
+    """
+    if not 0 < probability < 1 or not degrees >= 1:
+        raise ConfigError(
+            f"Student's t needs a probability between 0 and 1 and at least 1 degree of freedom, "
+            f"not {probability!r} and {degrees!r}."
+        )
+    if probability == 0.5:
+        return 0.0
+    tail = min(probability, 1 - probability)
+    value = _t_by_expansion(tail, degrees) if degrees > 1000 else _t_by_inversion(tail, degrees)
+    return value if probability > 0.5 else -value
+
+
+def _t_by_inversion(tail: float, degrees: float) -> float:
+    def too_small(value: float) -> bool:
+        return beta_cdf(degrees / (degrees + value * value), degrees / 2, 0.5) / 2 > tail
+
+    high = 1.0
+    while too_small(high):
+        high *= 2
+    return _root(too_small, 0.0, high)
+
+
+def _t_by_expansion(tail: float, degrees: float) -> float:
+    z = -NormalDist().inv_cdf(tail)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
+
+def _root(too_small: Callable[[float], bool], low: float, high: float) -> float:
+    """Return by bisection where `too_small` ceases to hold, to 13 digits."""
+    while high - low > 1e-13 * high:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if too_small(middle) else (low, middle)
+    return (low + high) / 2
+
+
+@functools.lru_cache(maxsize=4096)
+def clopper_pearson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the exact interval for a probability, given `right` successes in `trials` independent trials.
+
+    It covers the truth with at least `confidence`, whatever the truth is (Clopper and Pearson 1934).
+
+    Raises:
+        ConfigError: not 0 <= right <= trials, or no trial at all.
+    """
+    if not 0 <= right <= trials or trials < 1:
+        raise ConfigError(f"an exact interval needs 0 <= right <= trials and a trial, not {right} of {trials}.")
+    tail = (1 - confidence) / 2
+    low = 0.0 if right == 0 else beta_quantile(tail, right, trials - right + 1)
+    high = 1.0 if right == trials else beta_quantile(1 - tail, right + 1, trials - right)
+    return low, high
+
+
+def without_variation(mean: float, draws: int, bounds: Bounds, confidence: float) -> tuple[float, float]:
+    """Return an exact interval for the mean of a quantity within `bounds` of which all `draws` gave the same value.
+
+    With probability `confidence` at most a share 1 - (alpha / 2)^(1 / draws) of all there is has another value,
+    and that share may lie anywhere within the bounds. At either bound this is the interval of Clopper and Pearson.
+    """
+    other = 1 - ((1 - confidence) / 2) ** (1 / draws)
+    low, high = bounds
+    return mean - other * (mean - low), mean + other * (high - mean)
+
+
+def beta_quantile(probability: float, a: float, b: float) -> float:
+    """Return the quantile of beta(a, b) at this probability."""
+    return _root(lambda x: beta_cdf(x, a, b) < probability, 0.0, 1.0)
+
+
+def beta_cdf(x: float, a: float, b: float) -> float:
+    """Return the regularized incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):
+        return 1 - beta_cdf(1 - x, b, a)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    # Lentz's method, as Thompson and Barnett give it: numerators and denominators never vanish.
+    tiny = 1e-300
+    c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
+    fraction = d
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for numerator in (even, odd):
+            d = 1 / ((1 + numerator * d) or tiny)
+            c = (1 + numerator / c) or tiny
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-16:
+            break
+    return front * fraction / a
+
+
+# -- permutation tests ---------------------------------------------------------------------------------------------
 
 _MOST_ENUMERATED = 16
 _CELLS_AT_ONCE = 4_000_000
@@ -371,14 +346,9 @@ class PermutationTest:
 def sign_flip_test(differences: Sequence[float], *, draws: int = 50_000, seed: int = 0) -> PermutationTest:
     """Return how often chance alone gives a sum of paired differences as large as this one, by flipping signs.
 
-    If two runs do not differ, each prompt's difference is as likely with the other sign. All 2^m arrangements of
-    the m differences that are not 0 are counted for m up to 16; beyond, p is (1 + as large) / (1 + draws), which
-    is never 0 (Phipson and Smyth 2010).
-
-    Args:
-        differences: one a prompt, after - before.
-        draws: random arrangements where there are too many to count.
-        seed: of those draws: the same seed gives the same p.
+    If two runs do not differ, each prompt's difference (after - before) is as likely with the other sign. All 2^m
+    arrangements of the m differences that are not 0 are counted for m up to 16; beyond, p is
+    (1 + as large) / (1 + draws), which is never 0 (Phipson and Smyth 2010). The same seed gives the same p.
     """
     import numpy as np
 
@@ -405,14 +375,7 @@ def sign_flip_test(differences: Sequence[float], *, draws: int = 50_000, seed: i
 def shuffle_test(
     before: Sequence[float], after: Sequence[float], *, draws: int = 20_000, seed: int = 0
 ) -> PermutationTest:
-    """Return how often chance alone sets two unpaired samples so far apart, by permuting their values.
-
-    Args:
-        before: one value a prompt.
-        after: the same of the other run.
-        draws: random permutations.
-        seed: of those permutations: the same seed gives the same p.
-    """
+    """Return how often chance alone sets two unpaired samples, of one value a prompt, so far apart."""
     import numpy as np
 
     if not len(before) or not len(after):
@@ -427,3 +390,68 @@ def shuffle_test(
     random = np.random.default_rng(seed)
     as_large = sum(apart(float(random.permutation(values)[:size].sum())) >= threshold for _ in range(draws))
     return PermutationTest((1 + as_large) / (1 + draws), False)
+
+
+# -- k of a prompt's n rollouts ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Estimate without bias the chance that at least one of k rollouts is right, from c right ones among n.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374); NaN for k > n, which n rollouts cannot tell.
+
+    Raises:
+        ConfigError: not 0 <= c <= n, or k < 1.
+    """
+    _check_counts(n, c, k)
+    return math.nan if k > n else (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
+
+
+@functools.lru_cache(maxsize=4096)
+def pass_hat_k(n: int, c: int, k: int) -> float:
+    """Estimate without bias the chance that all of k rollouts are right, from c right ones among n.
+
+    C(c, k) / C(n, k), pass^k of tau-bench (Yao et al. 2024, arXiv:2406.12045). Returns and raises as `pass_at_k`.
+    """
+    _check_counts(n, c, k)
+    return math.nan if k > n else math.comb(c, k) / math.comb(n, k)
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Estimate the expected best reward of k rollouts without bias from the rewards of a prompt's n.
+
+    The mean of the maximum over all choices of k of the n: the i-th smallest reward is the largest of
+    C(i - 1, k - 1) of the C(n, k) choices. For rewards of 0 and 1 this is `pass_at_k`; NaN for k > n.
+
+    Raises:
+        ConfigError: k < 1.
+    """
+    if k < 1:
+        raise ConfigError(f"best@k needs k >= 1, not {k}.")
+    if k > len(rewards):
+        return math.nan
+    return math.fsum(
+        weight * reward for weight, reward in zip(_weights(len(rewards), k), sorted(rewards), strict=True)
+    )
+
+
+def sizes_up_to(n: int) -> list[int]:
+    """Return the k that are worth a look with n rollouts a prompt: powers of two up to n, and n itself."""
+    powers = [2**power for power in range(n.bit_length())]
+    return powers if not powers or powers[-1] == n else [*powers, n]
+
+
+@functools.lru_cache(maxsize=256)
+def _weights(n: int, k: int) -> tuple[float, ...]:
+    """Return C(i - 1, k - 1) / C(n, k) for i = 1 .. n, downwards by ratios: the binomials alone would overflow."""
+    weights = [0.0] * n
+    weights[n - 1] = k / n
+    for i in range(n - 1, k - 1, -1):
+        weights[i - 1] = weights[i] * (i - k + 1) / i
+    return tuple(weights)
+
+
+def _check_counts(n: int, c: int, k: int) -> None:
+    if not 0 <= c <= n or k < 1:
+        raise ConfigError(f"pass rates need 0 <= c <= n and k >= 1, not n={n}, c={c}, k={k}.")

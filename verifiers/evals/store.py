@@ -11,37 +11,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import json_line, parse_row, plain, repair_last_line
 from verifiers.rollouts.rollout import Rollout
-
-__all__ = [
-    "COLUMNS",
-    "FAILURES",
-    "METADATA",
-    "RESULTS",
-    "ResultStore",
-    "StoredRun",
-    "iter_lines",
-    "iter_rows",
-    "json_line",
-    "metrics_of",
-    "new_run_directory",
-    "read_metadata",
-    "read_run",
-    "repair_last_line",
-    "result_row",
-]
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
 
@@ -67,25 +48,26 @@ COLUMNS = (
 """Columns of results.jsonl; every further one is a reward function's value."""
 
 _LONGEST_ERROR = 1000
+_DEEPEST = 50
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run as it lies on disk.
-
-    Attributes:
-        directory: of the run.
-        metadata: what was run; empty where the file is missing.
-        rows: one for each rollout, by example and generation; where one was done again, its last.
-    """
+    """A run as it lies on disk: a row for each rollout, by example and generation; of one done again, its last."""
 
     directory: Path
     metadata: dict[str, Any]
     rows: list[dict[str, Any]]
 
-    def metrics(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return each reward function's value in one of the rows."""
-        return metrics_of(row)
+
+def run_at(path: str | Path) -> Path:
+    """Return the directory of a run, given that or its results.jsonl; raise ConfigError where there is none."""
+    directory = Path(path)
+    if directory.name == RESULTS:
+        directory = directory.parent
+    if not (directory / RESULTS).is_file():
+        raise ConfigError(f"{str(path)!r} holds no {RESULTS}; give the directory of a run.")
+    return directory
 
 
 def read_run(directory: str | Path) -> StoredRun:
@@ -94,11 +76,7 @@ def read_run(directory: str | Path) -> StoredRun:
     Raises:
         ConfigError: there is no run there, or a line before the last is damaged.
     """
-    path = Path(directory)
-    if path.name == RESULTS:
-        path = path.parent
-    if not (path / RESULTS).is_file():
-        raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
+    path = run_at(directory)
     last: dict[tuple[Any, Any], dict[str, Any]] = {}
     for row in iter_rows(path):
         last[row.get("example_id"), row.get("generation")] = row
@@ -107,11 +85,7 @@ def read_run(directory: str | Path) -> StoredRun:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """Return the content of metadata.json; empty where it is missing.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
+    """Return the content of metadata.json, empty where it is missing; raise ConfigError where it is damaged."""
     try:
         found = json.loads((directory / METADATA).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,9 +107,9 @@ def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line of a file as stored, and its row as of `iter_rows`; an incomplete last line is left out."""
-    path = directory / name
+def iter_lines(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each line of results.jsonl as stored, and its row; an incomplete last line is left out."""
+    path = directory / RESULTS
     if not path.is_file():
         return
     damaged: tuple[int, Exception] | None = None
@@ -147,8 +121,6 @@ def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, di
                 )
             try:
                 row = parse_row(line)
-            except ConfigError:
-                raise
             except ValueError as error:
                 damaged = number, error
             else:
@@ -172,14 +144,7 @@ def new_run_directory(
 ) -> Path:
     """Return a fresh directory `<root>/<env>--<model>/<run id>`; slashes in the names become `--`.
 
-    Args:
-        env_id: name of the environment.
-        model: name of the policy.
-        root: directory of all evaluations.
-        shard: that the run is of; its id then ends as in `1a2b3c4d-3-of-8`.
-
-    Raises:
-        ConfigError: it cannot be made there.
+    The id of a shard's run ends as in `1a2b3c4d-3-of-8`.
     """
     directory = Path(root) / f"{env_id}--{model}".replace("/", "--")
     directory /= uuid.uuid4().hex[:8] + ("" if shard is None else f"-{shard.number}-of-{shard.of}")
@@ -240,7 +205,7 @@ class ResultStore:
     Args:
         directory: an existing directory, empty or of the run that is continued.
         metadata: what was run; never a key or its value.
-        redact: applied to every line and text before it is written; takes secrets out.
+        redact: takes secrets out of every line and text before it is written.
 
     Raises:
         ConfigError: on entering, when another process writes to the directory.
@@ -252,48 +217,38 @@ class ResultStore:
         self.directory = directory
         self.metadata = dict(metadata)
         self._redact = redact or (lambda text: text)
+        self._open = contextlib.ExitStack()
         self._file: IO[str] | None = None
-        self._failures: IO[str] | None = None
-        self._lock: IO[str] | None = None
 
     def __enter__(self) -> ResultStore:
-        self._lock = (self.directory / ".lock").open("w")
-        try:
-            # the kernel lets go of it when the process dies, however it dies
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise ConfigError(
-                f"another process is writing to {str(self.directory)!r}; wait for it, or use --fresh for a new run."
-            ) from None
-        try:
+        with contextlib.ExitStack() as opened:
+            lock = opened.enter_context((self.directory / ".lock").open("w"))
+            try:
+                # the kernel lets go of it when the process dies, however it dies
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process is writing to {str(self.directory)!r}; wait for it, or use --fresh for a new "
+                    "run."
+                ) from None
             for name in (RESULTS, FAILURES):
                 repair_last_line(self.directory / name)
             self.write_metadata()
-            self._file = (self.directory / RESULTS).open("a", encoding="utf-8")
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self._file = opened.enter_context((self.directory / RESULTS).open("a", encoding="utf-8"))
+            # a full disk may refuse the last bytes; the lock is let go of all the same, and last
+            self._open = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.ExitStack() as closing:
-            # a full disk may refuse the last bytes of one; the others are closed all the same, the lock last
-            for file in (self._lock, self._failures, self._file):
-                if file is not None:
-                    closing.callback(file.close)
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def append(self, rollout: Rollout) -> None:
         """Write one rollout and hand it to the operating system, so that a killed run loses nothing finished."""
         assert self._file is not None
         if rollout.failure is not None:
-            if self._failures is None:
-                self._failures = (self.directory / FAILURES).open("a", encoding="utf-8")
             # before the row, so that every row's failure is there
-            self._failures.write(self._redact(json_line(_failure_row(rollout))) + "\n")
-            self._failures.flush()
+            with (self.directory / FAILURES).open("a", encoding="utf-8") as failures:
+                failures.write(self._redact(json_line(_failure_row(rollout))) + "\n")
         self._file.write(self._redact(json_line(result_row(rollout))) + "\n")
         self._file.flush()
 
@@ -304,3 +259,64 @@ class ResultStore:
         text = json.dumps(plain(self.metadata), indent=2, ensure_ascii=False)
         partial.write_text(self._redact(text) + "\n", encoding="utf-8", errors="replace")
         os.replace(partial, self.directory / METADATA)
+
+
+# -- lines of JSON -------------------------------------------------------------------------------------------------
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as one line of strict JSON, whatever an environment put into it; without the line's end."""
+    try:
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
+        line.encode()
+    except (ValueError, TypeError):
+        # NaN, keys that are not text, a cycle, or half of a surrogate pair, which models do write
+        line = json.dumps(plain(row), ensure_ascii=True, allow_nan=False)
+    return line
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return nested data as JSON takes it: no NaN, texts as keys, no cycles."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if depth < _DEEPEST:
+        if isinstance(value, Mapping):
+            return {str(name): plain(item, depth + 1) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item, depth + 1) for item in value]
+    return f"<{type(value).__name__}>" if depth >= _DEEPEST else str(value)
+
+
+def parse_row(line: bytes) -> dict[str, Any]:
+    """Return the row of a line; raise ValueError where that is not a JSON object."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is not a JSON object")
+    return row
+
+
+def repair_last_line(path: Path) -> None:
+    """Cut off what a killed process left half-written, so that the next line begins a line."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        tail, start = b"", end
+        while start > 0 and b"\n" not in tail:
+            start = max(0, start - 65536)
+            file.seek(start)
+            tail = file.read(end - start)
+        incomplete = tail.rpartition(b"\n")[2]
+        if not incomplete:
+            return
+        try:
+            whole = isinstance(json.loads(incomplete), dict)
+        except ValueError:
+            whole = False
+        if whole:
+            file.seek(end)
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(incomplete))

@@ -13,26 +13,18 @@ from typing import Any, Literal
 
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
-from verifiers.evals.pass_at_k import best_at_k, pass_at_k, pass_hat_k, sizes_up_to
 from verifiers.evals.results import Counts, RolloutResults
-from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
-
-__all__ = [
-    "RIGHT_FROM",
-    "AtK",
-    "Measure",
-    "Price",
-    "PriceTable",
-    "RunSummary",
-    "VarianceSplit",
-    "at_k",
-    "estimate_as_json",
-    "load_prices",
-    "rollouts_planned",
-    "split_variance",
-    "summarize",
-    "value_of_prompt",
-]
+from verifiers.evals.statistics import (
+    UNBOUNDED,
+    Estimate,
+    best_at_k,
+    mean_and_stderr_clustered,
+    mean_over_prompts,
+    pass_at_k,
+    pass_hat_k,
+    sizes_up_to,
+)
+from verifiers.evals.store import plain
 
 Advice = Literal["more prompts", "more rollouts", ""]
 
@@ -90,13 +82,8 @@ def split_variance(rewards_by_prompt: Sequence[Sequence[float]]) -> VarianceSpli
 
     between = (MSB - MSW) / n0, where MSB and MSW are the mean squares between and within a prompts with n_i rollouts
     each, N in all, and n0 = (N - sum n_i^2 / N) / (a - 1) (Searle, Casella and McCulloch, Variance Components,
-    section 3.6). A negative estimate is set to 0.
-
-    Args:
-        rewards_by_prompt: the rewards of each prompt's scored rollouts; prompts without any are skipped.
-
-    Returns:
-        NaN in all fields with fewer than two prompts, or where no prompt has two rollouts.
+    section 3.6). A negative estimate is set to 0. Prompts without rewards are skipped; all fields are NaN with fewer
+    than two prompts, or where no prompt has two rollouts.
     """
     groups = [rewards for rewards in rewards_by_prompt if len(rewards)]
     prompts, total = len(groups), sum(map(len, groups))
@@ -179,28 +166,10 @@ _ALMOST = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """One column of a run, estimated.
-
-    Attributes:
-        estimate: its mean over prompts.
-        without: rollouts that have no value for it: failed, or scored by other functions.
-    """
-
-    estimate: Estimate
-    without: int
-
-
-@dataclass(frozen=True, slots=True)
 class AtK:
-    """The rates of k rollouts of a prompt, each with an interval over prompts.
+    """The chances that at least one and all of k rollouts of a prompt are right, and the expected best reward of k.
 
     All three rest on the prompts with at least k scored rollouts; `pass_at.prompts` says how many those are.
-
-    Attributes:
-        pass_at: chance that at least one of k is right.
-        pass_hat: chance that all of k are right.
-        best: expected best reward of k.
     """
 
     k: int
@@ -214,24 +183,20 @@ class RunSummary:
     """A run in numbers.
 
     Attributes:
-        counts: what became of the rollouts.
         measures: "reward", which is avg@n, and each reward function.
         at_k: for k in powers of two up to the most rollouts of a prompt, and that.
-        right_from: reward from which a rollout counted as right.
-        variance: of the reward, between prompts and within.
         tasks: reward and counts of each task, where there are several.
         prompt_tokens, completion_tokens: spent on all rollouts, also on failed ones.
         without_usage: rollouts of which the tokens are not known; `completion_tokens` is that of the others.
         cost: by the price table; None without one, or where it does not have the model or tokens are not known.
-        currency: of `cost`.
     """
 
     counts: Counts
-    measures: Mapping[str, Measure]
+    measures: Mapping[str, Estimate]
     at_k: Sequence[AtK]
     right_from: float
     variance: VarianceSplit
-    tasks: Mapping[str, tuple[Measure, Counts]]
+    tasks: Mapping[str, tuple[Estimate, Counts]]
     prompt_tokens: int
     completion_tokens: int
     without_usage: int
@@ -240,33 +205,27 @@ class RunSummary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of metadata.json and `--json`; None stands for what cannot be told."""
-        counts = dataclasses.asdict(self.counts)
-        variance = self.variance
-        return {
-            "rewards": {name: _measure_as_json(measure) for name, measure in self.measures.items()},
-            **counts,
-            "right_from": self.right_from,
-            "pass_at_k": {str(row.k): estimate_as_json(row.pass_at) for row in self.at_k},
-            "pass_hat_k": {str(row.k): estimate_as_json(row.pass_hat) for row in self.at_k},
-            "best_at_k": {str(row.k): estimate_as_json(row.best) for row in self.at_k},
-            "variance": {
-                "between": _finite(variance.between),
-                "within": _finite(variance.within),
-                "share_between": _finite(variance.share_between),
-                "design_effect": _finite(variance.design_effect),
-                "stderr_with_twice_the_rollouts": _finite(variance.stderr_with_twice_the_rollouts),
-                "advice": variance.advice,
-            },
-            "tasks": {
-                task: {"reward": _measure_as_json(measure), **dataclasses.asdict(of_task)}
-                for task, (measure, of_task) in self.tasks.items()
-            },
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "without_usage": self.without_usage,
-            "cost": self.cost,
-            "currency": self.currency,
-        }
+        shares = ("between", "within", "share_between", "design_effect", "stderr_with_twice_the_rollouts", "advice")
+        rates = {"pass_at_k": "pass_at", "pass_hat_k": "pass_hat", "best_at_k": "best"}
+        tokens = ("prompt_tokens", "completion_tokens", "without_usage", "cost", "currency")
+        found: dict[str, Any] = plain(
+            {
+                "rewards": {name: _measure_as_json(one, self.counts) for name, one in self.measures.items()},
+                **dataclasses.asdict(self.counts),
+                "right_from": self.right_from,
+                **{
+                    name: {row.k: dataclasses.asdict(getattr(row, rate)) for row in self.at_k}
+                    for name, rate in rates.items()
+                },
+                "variance": {name: getattr(self.variance, name) for name in shares},
+                "tasks": {
+                    task: {"reward": _measure_as_json(reward, of_task), **dataclasses.asdict(of_task)}
+                    for task, (reward, of_task) in self.tasks.items()
+                },
+                **{name: getattr(self, name) for name in tokens},
+            }
+        )
+        return found
 
 
 def summarize(
@@ -285,33 +244,45 @@ def summarize(
         right_from: reward from which a rollout counts as right in pass@k and pass^k; a rounding error below counts
             too.
         confidence: coverage of all intervals.
-        prices: what tokens cost.
+        prices: None leaves the cost out.
     """
     results = rows if isinstance(rows, RolloutResults) else RolloutResults(rows)
     metadata = metadata or {}
-    counts = results.counts(planned=rollouts_planned(metadata))
     rewards = list(results.values().values())
     price = None if prices is None else prices.prices.get(str(metadata.get("model")))
-    tasks = results.tasks
-    by_task = {task: results.counts(task=task) for task in (tasks if len(tasks) > 1 else ())}
+
+    def estimated(values: Mapping[Any, Sequence[float]]) -> Estimate:
+        return mean_and_stderr_clustered(list(values.values()), confidence=confidence)
+
+    tasks = results.tasks if len(results.tasks) > 1 else ()
+    cost = None
+    if price is not None and not results.without_usage:
+        cost = price.cost(results.prompt_tokens, results.completion_tokens)
     return RunSummary(
-        counts=counts,
-        measures={name: _measure(results.values(name), counts.rollouts, confidence) for name in results.metrics},
+        counts=results.counts(planned=rollouts_planned(metadata)),
+        measures={name: estimated(results.values(name)) for name in results.metrics},
         at_k=at_k(rewards, right_from=right_from, confidence=confidence),
         right_from=right_from,
         variance=split_variance(rewards),
-        tasks={
-            task: (_measure(results.values(task=task), of_task.rollouts, confidence), of_task)
-            for task, of_task in by_task.items()
-        },
+        tasks={task: (estimated(results.values(task=task)), results.counts(task=task)) for task in tasks},
         prompt_tokens=results.prompt_tokens,
         completion_tokens=results.completion_tokens,
         without_usage=results.without_usage,
-        cost=None
-        if price is None or results.without_usage
-        else price.cost(results.prompt_tokens, results.completion_tokens),
+        cost=cost,
         currency=None if price is None or prices is None else prices.currency,
     )
+
+
+def run_summary(
+    results: RolloutResults, metadata: Mapping[str, Any], seconds: float, **options: Any
+) -> dict[str, Any]:
+    """Return a run in numbers, as metadata.json and `--json` have it; options are those of `summarize`."""
+    return {
+        **summarize(results, metadata, **options).as_json(),
+        "retries": results.retries,
+        "seconds": seconds,
+        "prompts_trained_on": metadata.get("prompts_trained_on"),
+    }
 
 
 def at_k(
@@ -320,27 +291,21 @@ def at_k(
     right_from: float = RIGHT_FROM,
     confidence: float = 0.95,
 ) -> list[AtK]:
-    """Estimate pass@k, pass^k and best@k over prompts, each with its interval.
+    """Estimate pass@k, pass^k and best@k over prompts, from the rewards of their scored rollouts.
 
     The k are powers of two up to the most rollouts of a prompt, and that number.
-
-    Args:
-        rewards_by_prompt: of the scored rollouts.
-        right_from: as in `summarize`.
-        confidence: as in `summarize`.
     """
-    most = max(map(len, rewards_by_prompt), default=0)
     rows = []
-    for k in sizes_up_to(most):
+    for k in sizes_up_to(max(map(len, rewards_by_prompt), default=0)):
         enough = [rewards for rewards in rewards_by_prompt if len(rewards) >= k]
-        parts = []
-        for rate in (pass_at_k, pass_hat_k):
-            values = [rate(len(rewards), _right(rewards, right_from), k) for rewards in enough]
-            parts.append(_over_prompts(values, enough, confidence))
-        # the best of a few can look bounded when the rewards are not
-        known = None if _within_unit(enough) else (-math.inf, math.inf)
-        best = _over_prompts([best_at_k(rewards, k) for rewards in enough], enough, confidence, known)
-        rows.append(AtK(k, parts[0], parts[1], best))
+        estimates = []
+        for kind in ("pass@", "pass^", "best@"):
+            _, value = value_of_prompt(f"{kind}{k}", right_from)
+            # the best of a few can look bounded when the rewards are not
+            bounds = None if kind != "best@" or _within_unit(enough) else UNBOUNDED
+            values, rollouts = list(map(value, enough)), sum(map(len, enough))
+            estimates.append(mean_over_prompts(values, rollouts, confidence=confidence, bounds=bounds))
+        rows.append(AtK(k, *estimates))
     return rows
 
 
@@ -368,28 +333,9 @@ def rollouts_planned(metadata: Mapping[str, Any]) -> int | None:
     return each * (prompts if shard is None else len(shard.examples(prompts)))
 
 
-def estimate_as_json(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate's fields; None stands for what cannot be told, which JSON has no number for."""
-    return {name: _finite(value) for name, value in dataclasses.asdict(estimate).items()}
-
-
-def _measure(values: Mapping[Any, Sequence[float]], rollouts: int, confidence: float) -> Measure:
-    estimate = mean_and_stderr_clustered(list(values.values()), confidence=confidence)
-    return Measure(estimate, rollouts - estimate.rollouts)
-
-
-def _measure_as_json(measure: Measure) -> dict[str, Any]:
-    return {**estimate_as_json(measure.estimate), "without": measure.without}
-
-
-def _over_prompts(
-    values: Sequence[float],
-    of: Sequence[Sequence[float]],
-    confidence: float,
-    bounds: tuple[float, float] | None = None,
-) -> Estimate:
-    estimate = mean_and_stderr_clustered([[value] for value in values], confidence=confidence, bounds=bounds)
-    return dataclasses.replace(estimate, rollouts=sum(map(len, of)))
+def _measure_as_json(estimate: Estimate, counts: Counts) -> dict[str, Any]:
+    # rollouts that have no value for it: failed, or scored by other functions
+    return {**dataclasses.asdict(estimate), "without": counts.rollouts - estimate.rollouts}
 
 
 def _right(rewards: Sequence[float], right_from: float) -> int:
@@ -398,7 +344,3 @@ def _right(rewards: Sequence[float], right_from: float) -> int:
 
 def _within_unit(rewards_by_prompt: Iterable[Sequence[float]]) -> bool:
     return all(0 <= reward <= 1 for rewards in rewards_by_prompt for reward in rewards)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

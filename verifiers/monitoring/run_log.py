@@ -28,7 +28,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from verifiers.chat_messages import as_text, messages_of
-from verifiers.evals.json_lines import json_line, plain
+from verifiers.evals.store import json_line, plain
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 

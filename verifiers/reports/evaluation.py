@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 from verifiers.chat_messages import as_text, messages_of
 from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
-from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
-from verifiers.evals.store import RESULTS, iter_lines, metrics_of, read_metadata
+from verifiers.evals.store import RESULTS, iter_lines, metrics_of, parse_row, read_metadata
 from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
 from verifiers.reports.page import json_text, page_text, write_page
 

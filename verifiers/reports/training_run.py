@@ -13,8 +13,7 @@ from typing import Any
 
 from verifiers.chat_messages import finite
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import parse_row
-from verifiers.evals.store import RESULTS, iter_rows
+from verifiers.evals.store import RESULTS, iter_rows, parse_row
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.findings import Finding, find_bottleneck
 from verifiers.monitoring.history import Evaluations, History, eval_set_label, read_history, thin_points

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verifiers.cli.arguments import CommandParser
+from verifiers.cli.main import CommandParser
 from verifiers.errors import ConfigError, Error
 from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_dataserver import __version__

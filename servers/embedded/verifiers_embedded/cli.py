@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verifiers.cli.arguments import CommandParser
+from verifiers.cli.main import CommandParser
 from verifiers.errors import ConfigError
 from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_embedded import __version__

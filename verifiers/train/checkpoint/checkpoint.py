@@ -168,7 +168,7 @@ def run_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
                 f"was written with {name}={had!r}, and this run has {value!r}: its blocks would hold other prompts; "
                 "use the same settings"
             )
-        if os.path.realpath(os.path.expanduser(had)) != os.path.realpath(os.path.expanduser(value)):
+        if os.path.realpath(os.path.expanduser(str(had))) != os.path.realpath(os.path.expanduser(str(value))):
             return (
                 f"is of a run that began from the model {had!r}, and this one is to begin from {value!r}, whose "
                 "weights it would never see; use the same model"

@@ -134,7 +134,7 @@ class Evaluator:
             await self._run_stored(one, run, runner)
         else:
             await run.run(runner, one.dataset, None)
-        results = run.progress.results
+        results = run.results
         metrics = evaluation_metrics(
             summarize(results, run.metadata, right_from=right_from), prefix, results.mean_length
         )
@@ -154,7 +154,7 @@ class Evaluator:
             run.directory.mkdir(parents=True, exist_ok=True)
             with ResultStore(run.directory, {**run.metadata, "status": "running"}, run.redact) as store:
                 try:
-                    await run.run(runner, one.dataset, store)
+                    await run.run(runner, one.dataset, store.append)
                     status = "finished"
                 finally:
                     summary = run.summary(time.perf_counter() - started, right_from=self._args.eval_right_from)
@@ -329,14 +329,14 @@ def evaluation_metrics(summary: RunSummary, prefix: str, mean_length: float) -> 
                 metrics[f"{prefix}_{key}"] = value
 
     for name, measure in summary.measures.items():
-        put("reward" if name == "reward" else f"rewards/{name}", measure.estimate)
+        put("reward" if name == "reward" else f"rewards/{name}", measure)
     if len(summary.at_k) > 1:
         for row in summary.at_k:
             put(f"pass_at_{row.k}", row.pass_at)
             put(f"pass_hat_{row.k}", row.pass_hat)
             put(f"best_at_{row.k}", row.best)
     for task, (measure, counts) in summary.tasks.items():
-        put(f"tasks/{task}/reward", measure.estimate)
+        put(f"tasks/{task}/reward", measure)
         metrics[f"{prefix}_tasks/{task}/prompts"] = float(counts.prompts)
         metrics[f"{prefix}_tasks/{task}/failed"] = float(counts.unscored)
     if math.isfinite(mean_length):

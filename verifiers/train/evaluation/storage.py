@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verifiers.evals.evaluation_run import EvaluationRun, run_in
+from verifiers.evals.evaluation_run import EvaluationRun, new_run
 from verifiers.evals.provenance import environment_provenance, git_provenance, versions
 from verifiers.log import Redactor
 from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
@@ -51,7 +51,7 @@ class StoredEvaluations:
         if directory.exists():
             directory = _fresh(directory)
         self.own.add(self.root / directory.relative_to(self.root).parts[0])
-        return run_in(directory, metadata, rubric, fresh=True, redact=self._redact())
+        return new_run(directory, metadata, rubric, redact=self._redact())
 
 
 def remove_later_evaluations(output_dir: str | Path, step: int) -> None:

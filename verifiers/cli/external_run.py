@@ -9,17 +9,15 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from verifiers.cli.endpoint import SAMPLING_ARGS
 from verifiers.envs.external_env import ExternalEnv, new_session_id
-from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
-from verifiers.evals.json_lines import json_line, repair_last_line
-from verifiers.evals.progress import Progress
-from verifiers.evals.store import ResultStore
+from verifiers.evals.evaluation_run import EVALUATION_BLOCK
+from verifiers.evals.results import RolloutResults
+from verifiers.evals.store import ResultStore, json_line
 from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.external_sessions import EndedSession, ExternalSession, SessionRoutes
 from verifiers.gateway.session import Budget
@@ -30,10 +28,7 @@ from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.run import Run
 from verifiers.types import Outcome, RolloutInput, RolloutKey
 
-__all__ = ["SAMPLING_ARGS", "TOKENS", "ExternalRun", "TokenStore"]
-
 TOKENS = "tokens.jsonl"
-SAMPLING_ARGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "frequency_penalty", "presence_penalty")
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -56,55 +51,19 @@ class _NewSession(BaseModel):
 _NEW_SESSION = TypeAdapter(_NewSession)
 
 
-class TokenStore:
-    """A writer of rollouts' token ids to `tokens.jsonl`, a line for each rollout that has some."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / TOKENS
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> TokenStore:
-        repair_last_line(self._path)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def append(self, rollout: Rollout) -> None:
-        """Write the rows of one rollout and hand them to the operating system."""
-        if not rollout.rows:
-            return
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
-        names = ("prompt_ids", "completion_ids", "loss_mask", "logprobs", "is_truncated")
-        line = {
-            "example_id": rollout.key.example_id,
-            "generation": rollout.key.generation,
-            "outcome": str(rollout.outcome),
-            "reward": rollout.reward,
-            "rows": [{name: getattr(row, name) for name in names} for row in rollout.rows],
-        }
-        self._file.write(json_line(line) + "\n")
-        self._file.flush()
-
-
 class ExternalRun:
     """Sessions from `POST /sessions` to a row of results.
 
     Sessions of one `group`, or else of one prompt, answer and task, are rollouts of one example.
 
     Args:
-        backend, model: answer the sessions' calls.
-        store, tokens: receive each finished session.
+        store, results: receive each finished session; token ids go to `tokens.jsonl` beside the store's files.
         train: further names by which programs may call the model; "*" for every name.
         drain_s: seconds that open sessions get to end once the run is to end.
         **settings: further fields of `Run`.
 
     Attributes:
-        progress: numbers of all sessions that ended.
+        results: numbers of all sessions that ended.
         requested: the run is to end.
     """
 
@@ -113,8 +72,7 @@ class ExternalRun:
         backend: Backend,
         model: str,
         store: ResultStore,
-        tokens: TokenStore,
-        progress: Progress,
+        results: RolloutResults,
         *,
         host: str,
         port: int,
@@ -124,8 +82,8 @@ class ExternalRun:
     ) -> None:
         self.env = _Sessions(self, host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
         self.runner = Run(self.env, backend, model, on_rollout=self._take, **settings)
-        self.progress, self.drain_s, self.requested, self.exit_code = progress, drain_s, False, 0
-        self._store, self._tokens = store, tokens
+        self.drain_s, self.requested, self.exit_code = drain_s, False, 0
+        self._store, self.results = store, results
         self._budgets: dict[str, Budget] = {}
         self._offered: dict[str, asyncio.Future[ExternalSession]] = {}
         self._open: dict[str, ExternalSession] = {}
@@ -145,12 +103,7 @@ class ExternalRun:
         self._is_aborted.set()
 
     async def serve(self) -> None:
-        """Take sessions until `drain`; when this returns, all of them are stored.
-
-        Raises:
-            ConfigError: the gateway's address cannot be had.
-            OSError: results cannot be written.
-        """
+        """Take sessions until `drain`; when this returns, all of them are stored."""
         gateway = await self.env.start()
         try:
             async with self._tasks:
@@ -172,11 +125,7 @@ class ExternalRun:
         raise first
 
     async def begin(self, body: dict[str, Any]) -> ExternalSession:
-        """Open a session as the body of `POST /sessions` asks.
-
-        Raises:
-            RefusedCallError: it asks for what cannot be had, or the run has no room for it.
-        """
+        """Open a session as the body of `POST /sessions` asks, or raise RefusedCallError."""
         given: _NewSession = validated(_NEW_SESSION, body)
         runner = self._runner_for(given)
         name = new_session_id()
@@ -235,9 +184,9 @@ class ExternalRun:
         external = self._open.pop(name, None)
         if external is not None and external.is_cancelled:
             rollout.outcome = Outcome.CANCELLED
-        self._tokens.append(rollout)
+        self._write_tokens(rollout)
         self._store.append(rollout)
-        self.progress.add(rollout)
+        self.results.add_rollout(rollout)
         failure = None if rollout.failure is None else str(rollout.failure)
         if external is None:
             # it failed before there was a session; the call that opens it still waits
@@ -259,6 +208,20 @@ class ExternalRun:
                 "generation": rollout.key.generation,
             }
         )
+
+    def _write_tokens(self, rollout: Rollout) -> None:
+        if not rollout.rows:
+            return
+        names = ("prompt_ids", "completion_ids", "loss_mask", "logprobs", "is_truncated")
+        line = {
+            "example_id": rollout.key.example_id,
+            "generation": rollout.key.generation,
+            "outcome": str(rollout.outcome),
+            "reward": rollout.reward,
+            "rows": [{name: getattr(row, name) for name in names} for row in rollout.rows],
+        }
+        with (self._store.directory / TOKENS).open("a", encoding="utf-8") as file:
+            file.write(json_line(line) + "\n")
 
 
 class _Sessions(ExternalEnv):

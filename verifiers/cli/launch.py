@@ -16,16 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, CommandFailedError, run_command
+from verifiers.cli.main import DONE, Command, CommandFailedError, CommandParser
 from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
     from verifiers.train.run_file import RunFile
 
-__all__ = ["launch", "main", "parser", "rendered"]
-
-_TEMPLATES = Path(__file__).parents[1] / "templates" / "cluster"
+_TEMPLATES = Path(__file__).with_name("templates") / "cluster"
 _SERVERS = {"vllm": "vf-vllm", "embedded": "vf-serve"}
 # of each of its pods, beside the workers' own
 _MEMORY_OF_RAY = 2 << 30
@@ -38,18 +35,11 @@ _JOIN_RAY = """\
 
 
 class _Template(string.Template):
-    """A template whose marks no shell and no YAML uses."""
-
+    # no shell and no YAML uses it
     delimiter = "%%"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-launch", lambda: launch(parser().parse_args(argv)))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-launch",
         "Start a run on a cluster: its table [cluster] says how many nodes train and how many sample.",
@@ -83,11 +73,9 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def rendered(run_file: str, kind: str) -> str:
-    """Return what a run file becomes.
+    """Return what a run file becomes: "slurm" a script, "k8s" manifests.
 
-    Args:
-        run_file: path of the file, which the nodes find under the same path from the working directory.
-        kind: "slurm" or "k8s".
+    The nodes find the file under the same path from the working directory.
 
     Raises:
         ConfigError: the file says something that cannot be launched on several nodes.
@@ -126,7 +114,6 @@ def rendered(run_file: str, kind: str) -> str:
 
 
 def _accelerate(run: RunFile) -> list[str]:
-    """Return the arguments of `accelerate launch` that all nodes share."""
     cluster = run.cluster
     processes = cluster.trainer_nodes * max(1, cluster.gpus_per_node)
     config = [] if cluster.accelerate_config is None else ["--config_file", cluster.accelerate_config]
@@ -135,11 +122,7 @@ def _accelerate(run: RunFile) -> list[str]:
 
 
 def _server(run: RunFile, run_file: str) -> list[str]:
-    """Return the command of a rollout server, without its host.
-
-    Raises:
-        ConfigError: the trainer's weights cannot reach a server on another node.
-    """
+    """Return the command of a rollout server, without its host; refuse weights that cannot reach another node."""
     if run.server.launch is None:
         return []
     by_files = run.server.launch == "embedded" or run.trainer.get("weight_sync") in ("directory", "lora")
@@ -155,7 +138,6 @@ def _server(run: RunFile, run_file: str) -> list[str]:
 
 
 def _check_ray(run_file: str, run: RunFile) -> None:
-    """Raise ConfigError where the workers of a run and the nodes for them do not fit."""
     workers, nodes = run.workers, run.cluster.ray_nodes
     if workers.engine != "ray":
         if nodes:
@@ -235,20 +217,18 @@ def _kubernetes(run: RunFile, path: Path, values: dict[str, Any]) -> str:
         {"name": "work", "persistentVolumeClaim": {"claimName": cluster.volume_claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
-    run_volume = {"name": "run", "configMap": {"name": name}}
     mounts = [{"name": "work", "mountPath": "/work"}, {"name": "shm", "mountPath": "/dev/shm"}]
-    run_mount = {"name": "run", "mountPath": "/run/verifiers"}
     values |= {
         "image": json.dumps(cluster.image),
         "server_image": json.dumps(cluster.server_image or cluster.image),
         "limits": f"nvidia.com/gpu: {cluster.gpus_per_node}" if cluster.gpus_per_node else "",
     }
+    limits, resources = _ray_node(run)
     servers = {
         "server_args": _items([*server, "--host", "0.0.0.0"], 12),
         "mounts": _items(mounts, 12),
         "volumes": _items(volumes, 8),
     }
-    limits, resources = _ray_node(run)
     ray = {
         "ray_limits": json.dumps(limits),
         # ray start gets it through a shell
@@ -265,8 +245,8 @@ def _kubernetes(run: RunFile, path: Path, values: dict[str, Any]) -> str:
         "ray": _template("kubernetes_ray.yaml", values | ray) if cluster.ray_nodes else "",
         "join_ray": _JOIN_RAY.format(name=name) if cluster.ray_nodes else "",
         "trainer_args": _items([*_accelerate(run), *trainer], 12),
-        "mounts": _items([*mounts, run_mount], 12),
-        "volumes": _items([*volumes, run_volume], 8),
+        "mounts": _items([*mounts, {"name": "run", "mountPath": "/run/verifiers"}], 12),
+        "volumes": _items([*volumes, {"name": "run", "configMap": {"name": name}}], 8),
     }
     return _template("kubernetes.yaml", values)
 
@@ -275,6 +255,8 @@ def _items(values: Sequence[Any], indent: int) -> str:
     """Return a YAML list; every JSON value is YAML."""
     return "\n".join(f"{' ' * indent}- {json.dumps(value)}" for value in values)
 
+
+main = Command(parser, launch)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,8 +8,6 @@ from typing import Any
 
 from verifiers.evals.statistics import Bounds, Estimate, mean_and_stderr_clustered, paired_difference
 
-__all__ = ["mean_over_seeds", "ratio_over_seeds"]
-
 Seeds = Mapping[int, Sequence[float]]
 """The values of each seed, one a round."""
 

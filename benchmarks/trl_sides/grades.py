@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Grade", "GradeFailedError", "Grades", "read_grades", "reward_bias"]
-
 
 class GradeFailedError(RuntimeError):
     """Raised in place of a reward that was drawn to fail."""

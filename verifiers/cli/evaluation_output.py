@@ -18,46 +18,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from verifiers.evals.evaluation_run import EvaluationRun
-    from verifiers.evals.progress import Progress
-
-__all__ = ["live_line", "print_table", "progress_text", "show_summary"]
 
 _TERMINAL_EVERY_S = 0.25
 _PLAIN_EVERY_S = 5.0
 _BAR_CHARACTERS = 12
 
 
-def progress_text(
-    progress: Progress,
-    *,
-    env: str,
-    planned: int,
-    finished_before: int,
-    ran: int,
-    tokens: int,
-    elapsed_s: float,
-    in_flight: int,
-    with_bar: bool = False,
-) -> str:
-    """Return the progress line: rollouts done, mean reward, time left, failures, retries, tokens a second.
-
-    Args:
-        planned: rollouts of the whole evaluation.
-        finished_before: rollouts that an earlier process finished; they say nothing about today's speed.
-        with_bar: begin with a bar of the rollouts that are done.
-    """
-    mean = f"{progress.mean_reward:.3f}" if progress.scored else "-"
-    done = finished_before + ran
-    rate = tokens / elapsed_s if elapsed_s > 0 else 0.0
-    eta = _duration((planned - done) * elapsed_s / ran) if ran else "?"
+def progress_text(run: EvaluationRun, elapsed_s: float, *, in_flight: int, with_bar: bool = False) -> str:
+    """Return the progress line: rollouts done, mean reward, time left, failures, retries, tokens a second."""
+    results, done = run.results, run.finished_before + run.ran
+    mean = f"{results.mean_reward:.3f}" if results.scored else "-"
+    rate = run.tokens / elapsed_s if elapsed_s > 0 else 0.0
+    # what an earlier process finished says nothing about today's speed
+    eta = _duration((run.planned - done) * elapsed_s / run.ran) if run.ran else "?"
     parts = [
-        *([bar(done / planned, _BAR_CHARACTERS)] if with_bar and planned else []),
-        env,
-        f"{done}/{planned} rollouts",
+        *([bar(done / run.planned, _BAR_CHARACTERS)] if with_bar else []),
+        run.metadata["env"],
+        f"{done}/{run.planned} rollouts",
         f"reward {mean}",
         f"{eta} left",
-        f"{progress.failed} failed",
-        f"{progress.retries} retries",
+        f"{len(results) - results.scored} failed",
+        f"{results.retries} retries",
         f"{in_flight} in flight",
         f"{rate:,.0f} tokens/s",
     ]
@@ -106,12 +87,7 @@ def _duration(seconds: float) -> str:
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print rows under columns; the first column names the row, the others hold numbers.
-
-    Args:
-        columns: names; the first may be "".
-        rows: as many cells each as there are columns.
-    """
+    """Print rows under columns; the first column names the row, the others hold numbers."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -131,11 +107,7 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
 
 def show_summary(run: EvaluationRun, summary: Mapping[str, Any], *, title: str, as_json: bool) -> None:
-    """Print the summary of a run.
-
-    Args:
-        as_json: one line for machines instead.
-    """
+    """Print the summary of a run: tables and lines, or one line for machines."""
     if as_json:
         print(json.dumps({**summary, "results": str(run.directory)}))
         return
