@@ -20,7 +20,7 @@ from verifiers.monitoring.history import read_history
 from verifiers.monitoring.run_log import SAMPLES, read_lines, read_run
 from verifiers.monitoring.stage_timer import STAGES, StageTimer
 from verifiers.rollouts import generator
-from verifiers.rollouts.activity import RolloutActivity
+from verifiers.rollouts.run import RolloutActivity
 from verifiers.train import monitor
 from verifiers.train.checkpoint.checkpoint import mark_complete
 

@@ -131,7 +131,7 @@ def test_with_no_kind_of_client_is_an_answer_used_from_weights_that_were_not_pus
             block = prefetcher.take(0, 0)
     assert len(block.rollouts) == 8
     assert all(rollout.is_scored for rollout in block)
-    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
+    assert trainer.weight_sync.pool.repeated_loads == 1  # type: ignore[union-attr]
     assert {version for rollout in block for row in rollout.rows for version in row.versions} == {0}
 
 
@@ -200,7 +200,7 @@ def test_training_continues_after_the_server_was_killed_with_rollouts_in_flight(
     trainer.train()
     restarting[0].join()
     assert trainer.state.global_step == 5
-    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
+    assert trainer.weight_sync.pool.repeated_loads == 1  # type: ignore[union-attr]
     assert sum(trainer.logged("outcomes/provider_error")) == 0
     witness.check(model_dir)
 
@@ -226,5 +226,5 @@ def test_a_restart_that_no_request_met_is_mended_while_the_trainer_computes(
     witness = Witness(trainer, 1, restart)
     trainer.train()
     assert seen == ["0"]
-    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
+    assert trainer.weight_sync.pool.repeated_loads == 1  # type: ignore[union-attr]
     witness.check(model_dir)

@@ -18,6 +18,7 @@ from token_world import (
     calls,
     counts,
     digest,
+    keeps,
     play,
     strips,
     thinks,
@@ -27,7 +28,6 @@ from token_world import (
 
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, ClientBackend, Endpoint, HttpBackend
-from verifiers.inference.rendering import IncrementalRenderer
 from verifiers.inference.retry import RetryableError
 from verifiers.inference.token_in import TokenIn, token_in_for
 from verifiers.rollouts.recording_client import RolloutClient
@@ -147,20 +147,11 @@ class Failing:
         if path == self.path:
             self.tries += 1
             raise RetryableError("it fails", status=self.status)
+        if path == TOKENIZE:
+            return {"tokens": [ord(letter) for letter in keeps(arguments["messages"], None)]}
         return {"choices": [{"token_ids": [1], "logprobs": {"content": [{}]}}]}
 
     async def close(self) -> None: ...
-
-
-class Rendered(IncrementalRenderer):
-    """Any template."""
-
-    def __init__(self) -> None: ...
-
-    async def check(self) -> None: ...
-
-    async def first(self, *_: Any) -> list[int]:
-        return [1]
 
 
 @pytest.mark.parametrize("path", [GENERATE, DERENDER])
@@ -168,7 +159,7 @@ async def test_a_route_that_keeps_failing_is_asked_again_after_a_minute_and_turn
     path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = Failing(path, 500)
-    token_in = TokenIn(backend, "m", renderer=Rendered(), retry=NO_WAIT)
+    token_in = TokenIn(backend, "m", retry=NO_WAIT)
     assert await asyncio.gather(*(token_in.offered() for _ in range(20))) == [False] * 20
     assert token_in.is_refused
     assert backend.tries == NO_WAIT.max_attempts
@@ -183,7 +174,7 @@ async def test_a_route_that_keeps_failing_is_asked_again_after_a_minute_and_turn
 @pytest.mark.parametrize(("mode", "status"), [("auto", None), ("tokens", None), ("tokens", 500)])
 async def test_a_server_that_cannot_be_asked_is_asked_once_for_all_who_wait(mode: Any, status: int | None) -> None:
     backend = Failing(GENERATE, status)
-    token_in = TokenIn(backend, "m", mode, renderer=Rendered(), retry=NO_WAIT)
+    token_in = TokenIn(backend, "m", mode, retry=NO_WAIT)
     found = await asyncio.gather(*(token_in.offered() for _ in range(20)), return_exceptions=True)
     assert {type(error) for error in found} == {ProviderError}
     assert backend.tries == NO_WAIT.max_attempts

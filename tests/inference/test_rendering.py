@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from token_world import END, counts, keeps, tools_in_the_newest_turn
 
-from verifiers.inference.rendering import CannotRenderTurnError, IncrementalRenderer
+from verifiers.inference.token_in import CannotRenderTurnError, TurnRenderer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 Template = Callable[[Sequence[Mapping[str, Any]], Any], str]
 
 
-def renderer(template: Template, tokenize: Callable[[str], list[int]] | None = None) -> IncrementalRenderer:
+def renderer(template: Template, tokenize: Callable[[str], list[int]] | None = None) -> TurnRenderer:
     async def render(messages: Any, tools: Any, options: Any) -> list[int]:
         text = template(messages, tools)
         return tokenize(text) if tokenize is not None else [ord(letter) for letter in text]
 
-    return IncrementalRenderer(render)
+    return TurnRenderer(render)
 
 
 def merging(text: str) -> list[int]:

@@ -25,7 +25,6 @@ from token_world import (
 )
 
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.rendering import IncrementalRenderer
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import Outcome
@@ -98,18 +97,6 @@ async def test_rendering_is_linear_in_the_turns() -> None:
             assert rollout.turns == turns
             rendered.append(server.rendered_tokens)
     assert rendered[2] - rendered[1] == pytest.approx(2 * (rendered[1] - rendered[0]), rel=0.1)
-
-
-async def test_turns_may_be_rendered_elsewhere_than_on_the_server() -> None:
-    async def render(messages: Any, tools: Any, options: Any) -> list[int]:
-        return [ord(letter) for letter in strips(messages, tools)]
-
-    async with TokenServer(thinks, strips, absent=["/tokenize"]) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        token_in = TokenIn(backend, "m", "tokens", renderer=IncrementalRenderer(render), retry=NO_WAIT)
-        (rollout,) = await play(server, "tokens", token_in=token_in)
-        await backend.close()
-    assert (rollout.forks, len(rollout.rows), rollout.turns) == (0, 1, TURNS)
 
 
 async def test_a_single_turn_costs_one_request_unless_ids_are_asked_for() -> None:

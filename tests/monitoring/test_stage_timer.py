@@ -9,7 +9,7 @@ import pytest
 from verifiers.inference.limiter import Limiter
 from verifiers.monitoring.stage_timer import StageTimer, StageUse, in_stage, peak_memory
 from verifiers.monitoring.time_metrics import RunTime, interval_metrics
-from verifiers.rollouts.activity import ActivityReading, RolloutActivity, counted_slot
+from verifiers.rollouts.run import ActivityReading, RolloutActivity, Run
 
 
 class Time:
@@ -142,7 +142,7 @@ async def test_a_rollout_counts_as_queued_and_then_as_running_also_where_it_is_c
     began, end = asyncio.Event(), asyncio.Event()
 
     async def rollout() -> None:
-        async with counted_slot(limiter, activity):
+        async with Run(None, None, "", limiter=limiter, activity=activity).slot():
             began.set()
             await end.wait()
 

@@ -29,9 +29,8 @@ from verifiers.inference.server_pool import backend_for
 from verifiers.keywords import check_keywords, ignore_keywords, parameter_names
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import plain, sanitize_tool_calls
-from verifiers.rollouts.play import begin_state
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, requests_by_prompt
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import Run, begin_state
 from verifiers.types import (
     ChatMessage,
     GenerateOutputs,

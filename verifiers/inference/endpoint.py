@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verifiers.concurrency import at_loop_end, is_async_function, threads_for
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
-from verifiers.inference.answers import read_completion
-from verifiers.inference.retry import RetryableError, broke, client_error, reason, retry_after_s, status_error
-from verifiers.inference.wire import WireObject, request_body, whole_characters
+from verifiers.inference.retry import RetryableError, client_error, reason, retry_after_s, status_error
+from verifiers.inference.wire import WireObject, read_completion, request_body, whole_characters
 
 if TYPE_CHECKING:
     import aiohttp
@@ -247,9 +246,10 @@ class HttpBackend:
             raise
         except (aiohttp.ClientError, OSError) as error:
             text = f"{self.base_url} could not be reached: {reason(error)}"
-            refused = isinstance(error, aiohttp.ClientConnectorError)
-            lost, unresolved = not refused and broke(error), isinstance(error, aiohttp.ClientConnectorDNSError)
-            raise RetryableError(text, unreachable=True, broke=lost, unresolved=unresolved) from error
+            refused, unresolved = (
+                isinstance(error, kind) for kind in (aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError)
+            )
+            raise RetryableError(text, unreachable=True, broke=not refused, unresolved=unresolved) from error
         if status == 200:
             return await _decode(content, url)
         text = self._without_key(content)
@@ -378,10 +378,9 @@ async def read_body(response: aiohttp.ClientResponse, max_mb: float) -> bytes:
     async for piece in response.content.iter_any():
         left -= len(piece)
         if left < 0:
-            text = (
+            raise RetryableError(
                 f"{response.url} answered with more than {max_mb:g} MiB; raise the endpoint's max_answer_mb for such"
             )
-            raise RetryableError(text)
         if pieces:
             # unpacked pieces follow one another without a wait
             await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from verifiers.rollouts.activity import ActivityReading, RolloutActivity
+from verifiers.rollouts.run import ActivityReading, RolloutActivity
 
 __all__ = ["STAGES", "PeakMemory", "StageTimer", "StageUse", "in_stage", "peak_memory"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.monitoring.stage_timer import STAGES, StageUse
-from verifiers.rollouts.activity import ActivityReading
+from verifiers.rollouts.run import ActivityReading
 
 __all__ = ["RunTime", "interval_metrics"]
 

@@ -24,10 +24,9 @@ from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.server_pool import ServerPool, backend_for
 from verifiers.inference.token_in import token_in_for
 from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread, LoopWatchdog
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import RolloutActivity, Run
 from verifiers.types import Outcome
 
 __all__ = ["AsyncBatchGenerator"]

@@ -21,8 +21,6 @@ __all__ = [
     "failure_from",
     "most_often",
     "requests_by_prompt",
-    "straggler",
-    "timed_out",
 ]
 
 STRAGGLER = "Straggler"
@@ -230,16 +228,6 @@ class ScoredBlock:
 def most_often(commonest: tuple[str, int] | None) -> str:
     """Return the commonest failure as the end of a sentence; nothing for None."""
     return f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
-
-
-def straggler(seconds: float) -> tuple[Outcome, Failure]:
-    text = f"still running when its block was wanted, after {seconds:.1f} s"
-    return Outcome.CANCELLED, Failure(STRAGGLER, text)
-
-
-def timed_out(seconds: float) -> tuple[Outcome, Failure]:
-    text = f"the rollout did not end within rollout_timeout_s={seconds:g}"
-    return Outcome.TIMED_OUT, Failure("TimeoutError", text)
 
 
 def failure_from(error: BaseException) -> Failure:

@@ -23,8 +23,8 @@ from verifiers.monitoring.learning import LearningSignal, NothingLearned
 from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecord, SampleChoice, Trend, read_lines
 from verifiers.monitoring.stage_timer import StageTimer, peak_memory
 from verifiers.monitoring.time_metrics import RunTime, interval_metrics
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.rollouts.run import RolloutActivity
 from verifiers.train.batching.block_metrics import block_metrics, curriculum_metrics
 from verifiers.train.batching.packing import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock

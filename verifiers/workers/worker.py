@@ -19,9 +19,8 @@ from typing import Any
 
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import EnvironmentLoadError
-from verifiers.rollouts.play import begin_state, blames_policy
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.run import relaxed_gc
+from verifiers.rollouts.run import begin_state, blames_policy, relaxed_gc
 from verifiers.types import RolloutKey, State
 from verifiers.workers.client import ModelCalls, WorkerClient
 from verifiers.workers.connection import ROW_FIELDS, Connection, failure_data

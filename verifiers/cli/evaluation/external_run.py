@@ -25,9 +25,8 @@ from verifiers.gateway.external_sessions import EndedSession, ExternalSession, S
 from verifiers.gateway.session import Budget
 from verifiers.gateway.wire_format import validated
 from verifiers.inference.endpoint import Backend
-from verifiers.rollouts.play import FATAL_ERRORS
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import FATAL_ERRORS, Run
 from verifiers.types import Outcome, RolloutInput, RolloutKey
 
 __all__ = ["SAMPLING_ARGS", "TOKENS", "ExternalRun", "TokenStore"]

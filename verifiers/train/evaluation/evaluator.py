@@ -18,10 +18,9 @@ from verifiers.inference.server_pool import credentials, each_server
 from verifiers.inference.wire import neutral_where_unset
 from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import RolloutActivity, Run
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 from verifiers.train.evaluation.policy_evaluation import (

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.inference.replica import Load
 from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.inference.server_pool import Load
 from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.shared_directory import DirectorySync
 

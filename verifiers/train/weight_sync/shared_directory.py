@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import WeightSyncError
-from verifiers.inference.replica import Load, WeightUpdate
+from verifiers.inference.server_pool import Load, WeightUpdate
 from verifiers.train.weight_sync.protocol import ServerSync
 
 __all__ = ["DirectorySync", "VersionFiles"]

@@ -23,8 +23,8 @@ async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, An
         request: {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}.
     """
     from verifiers.envs.conversation import begin_turns
-    from verifiers.rollouts.play import begin_state
     from verifiers.rollouts.rollout import RolloutRequest
+    from verifiers.rollouts.run import begin_state
     from verifiers.types import RolloutKey
 
     row, states = request["row"], []
