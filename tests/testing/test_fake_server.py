@@ -333,7 +333,7 @@ def test_the_command_serves_until_its_parent_is_gone(tmp_path: Path) -> None:
     # The parent starts the server, waits for its port and exits; the server must follow.
     parent = (
         "import os, subprocess, sys, time\n"
-        "command = [sys.executable, '-W', 'error', '-m', 'verifiers.testing.fake_server', '--instant',\n"
+        "command = [sys.executable, '-W', 'error', '-m', 'verifiers.testing', '--port', '0', '--instant',\n"
         "    '--answer', '42', '--port-file', sys.argv[1], '--parent-pid', str(os.getpid())]\n"
         "child = subprocess.Popen(command)\n"
         "while not os.path.exists(sys.argv[1]) and child.poll() is None: time.sleep(0.02)\n"

@@ -757,8 +757,8 @@ class SessionAffinity:
             if len(lost) >= _MOST_LOST:
                 self._suspects.clear()
                 raise ProviderError(
-                    f"{' and then '.join(lost)} broke off while answering the same request; it is not sent to another "
-                    "server, because it may crash them"
+                    f"{' and then '.join(lost)} broke off while answering the same request; it is not sent to "
+                    "another server, because it may crash them"
                 )
             replica = self._home = await self._pool.choose(self._group, self._home, self._failed)
             self.base_url = replica.url

@@ -11,8 +11,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject, request_body
-from verifiers.testing.faults import Fault, Faults, FaultSchedule
-from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
+from verifiers.testing.script import Answers, Fault, Faults, FaultSchedule, RecordedRequest, Script, response_body
 
 __all__ = ["FakeClient"]
 
@@ -36,8 +35,8 @@ class FakeClient:
     waits until cancelled, or raises APITimeoutError after the call's `timeout` in seconds.
 
     Args:
-        answers: what is answered (see `testing.answers.Answers`), from a function of the request body too.
-        faults: when calls fail (see `testing.faults.Faults`); default never.
+        answers: what is answered (see `testing.script.Answers`), from a function of the request body too.
+        faults: when calls fail (see `testing.script.Faults`); default never.
         model: named in answers where the call names none.
         token_ids: False makes it a provider that reports no token ids.
         weight_version: reported as the version of sampled tokens; may be assigned.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verifiers.errors import ConfigError, RolloutWorkerError
-from verifiers.inference.wire import plain_data
-from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, without_tokens
+from verifiers.inference.wire import plain_data, without_tokens
+from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 from verifiers.types import RolloutScore, State
 from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data
 
@@ -41,13 +41,7 @@ Group = tuple[int, int]
 
 @dataclass(slots=True)
 class _Played:
-    """A rollout that a worker plays, or holds for its score.
-
-    Attributes:
-        done: its end; the message about it.
-        context: of the rollout, for its calls.
-        recorded: answers by the number of their call.
-    """
+    """A rollout that a worker plays, or holds for its score; `recorded` has answers by the number of their call."""
 
     group: Group
     client: RolloutClient
@@ -61,39 +55,35 @@ class WorkerLink:
 
     Args:
         number: of the worker, for logs and errors.
-        grace_s: seconds within which it answers a cancellation, before it is killed.
-        on_change: called when it may take more, or has become ready.
+        on_change: called when it may take more, has become ready, or could not load its environment.
 
     Attributes:
         in_play: rollouts that it plays, or that wait for their slots to be played there.
         groups: number of its rollouts by group, those included that it holds for their score.
-        is_ready: its environment is loaded.
-        is_retiring: it gets no further group.
+        ready: done when its environment is loaded.
         failure: its environment could not be loaded.
-        size_bytes, first_bytes: its memory, and what it had when it was ready.
     """
 
-    def __init__(self, number: int, grace_s: float, on_change: Callable[[WorkerLink], None]) -> None:
+    def __init__(self, number: int, on_change: Callable[[WorkerLink], None]) -> None:
         self.number = number
         self.connection = Connection(self._take, self._lose)
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.lost: asyncio.Future[None] = loop.create_future()
         self.running: RunningWorker | None = None
         self.in_play = 0
         self.groups: Counter[Group] = Counter()
-        self.is_ready = self.is_retiring = False
         self.failure: Exception | None = None
-        self.size_bytes = self.first_bytes = 0
-        self._grace_s, self._on_change = grace_s, on_change
+        self._on_change = on_change
         self._numbers = itertools.count()
         self._rollouts: dict[int, _Played] = {}
         self._scores: dict[int, asyncio.Future[list[dict[str, Any]]]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._timers: dict[Any, asyncio.TimerHandle] = {}
 
     @property
     def may_play(self) -> bool:
-        """True where its environment is loaded, its connection stands, and it has ended all that was to end."""
-        return self.is_ready and not self.lost.done() and not self._timers
+        """True where its environment is loaded and its connection stands."""
+        return self.ready.done() and not self.lost.done()
 
     @property
     def unscored(self) -> int:
@@ -144,8 +134,7 @@ class WorkerLink:
                 raise error
         except BaseException:
             self._rollouts.pop(number, None)
-            # also where it has just ended there, so that the worker does not hold it
-            self.cancel("play", number)
+            self._cancel("play", number)
             raise
         state.update(message["state"])
         if "kept_error" in message:
@@ -170,7 +159,7 @@ class WorkerLink:
         try:
             results = await waiting
         except asyncio.CancelledError:
-            self.cancel("score", number)
+            self._cancel("score", number)
             raise
         finally:
             del self._scores[number]
@@ -185,18 +174,14 @@ class WorkerLink:
     def drop(self, state: State) -> None:
         """Free a rollout that the worker has played and that nobody will score."""
         _, number = state.held
-        if self._forget(state) and not self.lost.done():
-            self.connection.send({"op": "cancel", "kind": "play", "number": number})
+        if self._forget(state):
+            self._cancel("play", number)
 
-    def lose(self, reason: str) -> bool:
-        """End everything that is under way here, and tell whether rollouts were played or held."""
-        self.is_ready = False
+    def lose(self, reason: str) -> None:
+        """End everything that is under way here."""
         error = RolloutWorkerError(f"worker {self.number} {reason}")
-        for timer in self._timers.values():
-            timer.cancel()
         for task in self._calls.values():
             task.cancel()
-        has_lost = bool(self._rollouts)
         for played in self._rollouts.values():
             if not played.done.done():
                 played.done.set_exception(RolloutWorkerError(*error.args))
@@ -206,31 +191,10 @@ class WorkerLink:
         for waiting in self._scores.values():
             if not waiting.done():
                 waiting.set_exception(RolloutWorkerError(*error.args))
-        return has_lost
 
-    def cancel(self, kind: str, number: int) -> None:
-        """Cancel a rollout or a score; a worker that does not answer is killed after `grace_s`."""
-        if not self.lost.done():
-            self.connection.send({"op": "cancel", "kind": kind, "number": number})
-            self.expect((kind, number))
-
-    def expect(self, what: Any, within_s: float | None = None) -> None:
-        """Kill the worker unless `what` has come within so many seconds; `grace_s` when left out."""
-        limit_s = self._grace_s if within_s is None else within_s
-
-        def kill() -> None:
-            if self.running is not None:
-                logger.warning("worker %d did not answer within %g s and was killed.", self.number, limit_s)
-                self.running.kill()
-
-        if what not in self._timers:
-            self._timers[what] = asyncio.get_running_loop().call_later(limit_s, kill)
-
-    def _stop_expecting(self, what: Any) -> None:
-        timer = self._timers.pop(what, None)
-        if timer is not None:
-            timer.cancel()
-            self._on_change(self)
+    def _cancel(self, kind: str, number: int) -> None:
+        # also of what has just ended there, so that the worker does not hold it
+        self.connection.send({"op": "cancel", "kind": kind, "number": number})
 
     def _forget(self, state: State) -> bool:
         """Forget a rollout that is held; return whether it was."""
@@ -249,18 +213,12 @@ class WorkerLink:
     def _take(self, message: Message) -> None:
         getattr(self, f"_on_{message['op']}")(message)
 
-    def _on_ready(self, message: Message) -> None:
-        self.is_ready = True
-        self._stop_expecting("ready")
-        self.size_bytes = self.first_bytes = message["bytes"]
+    def _on_ready(self, _: Message) -> None:
+        self.ready.set_result(None)
         self._on_change(self)
 
     def _on_failed(self, message: Message) -> None:
         self.failure = error_from(message["error"])
-        self._on_change(self)
-
-    def _on_size(self, message: Message) -> None:
-        self.size_bytes = message["bytes"]
         self._on_change(self)
 
     def _on_log(self, message: Message) -> None:
@@ -270,9 +228,6 @@ class WorkerLink:
         played = self._rollouts.get(message["rollout"])
         if played is not None and not played.done.done():
             played.done.set_result(message)
-
-    def _on_ended(self, message: Message) -> None:
-        self._stop_expecting((message["kind"], message["number"]))
 
     def _on_scored(self, message: Message) -> None:
         waiting = self._scores.get(message["score"])

@@ -1,4 +1,4 @@
-"""RolloutWorkers: environments of a run, played inline or by workers, behind the one method `run_rollouts`."""
+"""Environments of a run, played inline or by workers, behind the one method `run_rollouts`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verifiers.types import RolloutScore, State
 from verifiers.workers.connection import ROW_FIELDS, refuse_unsendable
 from verifiers.workers.link import RunningWorker, WorkerLink
 
-__all__ = ["InlineWorkers", "NoRoomError", "RemoteWorkers", "RolloutWorkers", "WorkerEngine"]
+__all__ = ["InlineWorkers", "NoRoomError", "RemoteWorkers", "WorkerEngine"]
 
 logger = logging.getLogger("verifiers.workers")
 
@@ -35,22 +35,6 @@ _MOST_LOST_WORKERS = 2
 _MOST_FAILED_STARTS = 3
 _START_S = 300.0
 _CLOSE_S = 7.0
-
-
-class RolloutWorkers(Protocol):
-    """The place where the rollouts of environments are played and scored."""
-
-    def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment as it is played and scored here, to be used in its place.
-
-        Args:
-            env: on rank 0, which has the rows.
-            rows: a dataset; its first 1,000 rows are looked at.
-
-        Raises:
-            ConfigError: the workers cannot make this environment, or a field of a row cannot travel to them.
-        """
-        ...
 
 
 class InlineWorkers:
@@ -98,9 +82,7 @@ class RemoteWorkers:
         factories: an environment on rank 0, which has the rows, and a function without arguments that makes the
             same one in a worker; picklable. A worker makes all of them at its start.
         multiplex: rollouts in flight in one worker.
-        recycle_bytes: growth of a worker after which it is replaced.
         blocked_s: seconds for which one piece of code may keep a worker's event loop from all others.
-        grace_s: seconds after which a worker that does not end a rollout at its deadline is killed.
 
     Raises:
         ConfigError: a factory that cannot be pickled.
@@ -112,20 +94,25 @@ class RemoteWorkers:
         factories: Sequence[tuple[Any, Factory]],
         *,
         multiplex: int = 64,
-        recycle_bytes: int = 1 << 30,
         blocked_s: float = 120.0,
-        grace_s: float = 10.0,
     ) -> None:
         self._make_engine = make_engine
         self._envs = [env for env, _ in factories]
         self._factories = [_pickled(env, factory) for env, factory in factories]
-        self.blocked_s = blocked_s
-        self.multiplex, self.recycle_bytes, self.grace_s = multiplex, recycle_bytes, grace_s
+        self.multiplex, self.blocked_s = multiplex, blocked_s
         self._pool: _Pool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment as the workers play it; see `RolloutWorkers`."""
+        """Return the environment as it is played and scored by the workers, to be used in its place.
+
+        Args:
+            env: on rank 0, which has the rows.
+            rows: a dataset; its first 1,000 rows are looked at.
+
+        Raises:
+            ConfigError: the workers cannot make this environment, or a field of a row cannot travel to them.
+        """
         reason = getattr(env, "not_in_workers", "")
         if reason:
             raise ConfigError(f'workers cannot play {type(env).__name__}: {reason}; give it engine = "inline".')
@@ -227,11 +214,7 @@ class _Players:
                 self._states.append(player.state)
 
     def drop(self, kept: Container[int] = ()) -> None:
-        """Free the rollouts that nobody will score.
-
-        Args:
-            kept: ids of the states of those that will be scored.
-        """
+        """Free the rollouts that nobody will score: all but those with these ids of their states."""
         for state in self._states:
             if state.held is not None and id(state) not in kept:
                 state.held[0].drop(state)
@@ -239,11 +222,7 @@ class _Players:
 
 @dataclass(slots=True)
 class _Player:
-    """The player of one rollout.
-
-    Attributes:
-        state: once the worker holds the rollout.
-    """
+    """The player of one rollout; it has a state once the worker holds the rollout."""
 
     link: WorkerLink
     env: int
@@ -322,12 +301,9 @@ class _Pool:
             holder = next((link for link in self._links if group in link.groups), None)
             if holder is not None and holder.may_play:
                 return holder
-            # a group is scored in one worker: while that is still cancelling something, wait for it
+            # a group is scored in one worker: where its connection is lost, wait for its end
             if holder is None:
-                most = self._workers.multiplex
-                free = [
-                    link for link in self._links if link.may_play and not link.is_retiring and link.in_play < most
-                ]
+                free = [link for link in self._links if link.may_play and link.in_play < self._workers.multiplex]
                 if free:
                     return min(free, key=lambda link: (link.unscored, link.number))
             change = asyncio.get_running_loop().create_future()
@@ -352,18 +328,19 @@ class _Pool:
 
     async def _live(self, number: int) -> None:
         """Start a worker and see to its end; start the next one where it was not to end."""
-        link = WorkerLink(number, self._workers.grace_s, self._note_change)
+        link = WorkerLink(number, self._note_change)
         self._links.append(link)
         reason, no_room = "could not be started", False
         try:
             running = link.running = await self._engine.start(link)
             try:
                 link.connection.send(self._workers.load_message())
-                link.expect("ready", _START_S)
-                await link.lost
+                await asyncio.wait((link.ready, link.lost), timeout=_START_S, return_when="FIRST_COMPLETED")
+                if link.ready.done():
+                    await link.lost
             finally:
                 link.connection.send({"op": "close"})
-                if not link.is_ready:
+                if not link.ready.done():
                     # it imports, and reads nothing meanwhile
                     running.kill()
                 reason = await _reap(running)
@@ -371,22 +348,18 @@ class _Pool:
         except Exception as error:
             reason, no_room = f"could not be started: {error}", isinstance(error, NoRoomError)
         finally:
-            was_ready = link.is_ready
             self._links.remove(link)
-            has_lost = link.lose(reason)
+            link.lose(reason)
             self._wake()
         if self._is_closing or self._failure is not None:
             return
-        if link.is_retiring and not has_lost:
-            logger.info("worker %d had grown to %d MiB and was replaced.", number, link.size_bytes >> 20)
-        else:
-            logger.warning("worker %d %s.", number, reason)
-        if no_room and not any(link.is_ready for link in self._links):
+        logger.warning("worker %d %s.", number, reason)
+        if no_room and not any(link.ready.done() for link in self._links):
             self._fail(ConfigError(f"rollout worker {number} {reason}."))
             return
         if not no_room:
             # one without room waits on while others play
-            self._failed_starts = 0 if was_ready else self._failed_starts + 1
+            self._failed_starts = 0 if link.ready.done() else self._failed_starts + 1
         if self._failed_starts < _MOST_FAILED_STARTS:
             self._own(self._live(number))
             return
@@ -396,10 +369,6 @@ class _Pool:
     def _note_change(self, link: WorkerLink) -> None:
         if link.failure is not None:
             self._fail(ConfigError(f"a rollout worker could not load its environment: {link.failure}"))
-        if link.size_bytes - link.first_bytes > self._workers.recycle_bytes:
-            link.is_retiring = True
-        if link.is_retiring and not link.unscored:
-            link.connection.send({"op": "close"})
         self._wake()
 
     def _wake(self) -> None:

@@ -1,14 +1,12 @@
 """Workers as actors of a Ray cluster.
 
-Ray places, supervises and restarts the process of a worker. What the worker plays travels over a connection that it
-opens to rank 0, as a process does over its socket. A second connection is its standard output, so that the last lines
-of a worker that dies arrive, too.
+Ray places, supervises and restarts the process of a worker, and shows what it prints. What the worker plays travels
+over a connection that it opens to rank 0, as a process does over its socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -17,7 +15,6 @@ import secrets
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -32,13 +29,11 @@ __all__ = ["RayEngine", "RolloutActor"]
 
 logger = logging.getLogger("verifiers.workers")
 
-_LAST_LINES = 3
 _LONGEST_KEY = 64
 _CONNECT_S = 60.0
 _GREETING_S = 10.0
 _REACH_S = 10.0
 _POLL_S = 0.2
-_OUTPUT_S = 1.0
 
 
 class RayEngine:
@@ -145,7 +140,7 @@ class RayEngine:
                 raise ConfigError(
                     f"the Ray node {place['node']} has {theirs} and rank 0 has {ours}; install the same on each node"
                 )
-            keys = {kind: secrets.token_hex(32) for kind in ("link", "output")}
+            key = secrets.token_hex(32)
             arrived = asyncio.get_running_loop().create_future()
 
             def connect(transport: asyncio.Transport) -> asyncio.Protocol:
@@ -153,20 +148,18 @@ class RayEngine:
                 arrived.set_result(None)
                 return link.connection
 
-            self._expected |= {keys["link"]: connect, keys["output"]: worker.output.begin}
-            worker.watch(actor.serve.remote(*self.listens_at, keys))
+            self._expected[key] = connect
+            worker.watch(actor.serve.remote(*self.listens_at, key))
             try:
                 await asyncio.wait({arrived, worker.ended}, timeout=_CONNECT_S, return_when="FIRST_COMPLETED")
             finally:
-                for key in keys.values():
-                    self._expected.pop(key, None)
+                self._expected.pop(key, None)
             if worker.ended.done() and not arrived.done():
                 raise RuntimeError(await worker.wait())
             if not arrived.done():
                 raise TimeoutError(f"no connection from the Ray node {place['node']} within {_CONNECT_S:g} s")
         except BaseException:
             self._end_actor(number)
-            worker.output.close()
             raise
         return worker
 
@@ -216,7 +209,7 @@ def _join(address: str) -> bool:
         return False
     try:
         _check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
@@ -241,17 +234,10 @@ def _versions() -> str:
 
 
 class _RayWorker:
-    """A worker that an actor serves.
-
-    Attributes:
-        output: takes its standard output.
-        ended: done when it has ended.
-        node: its address.
-    """
+    """A worker that an actor serves on a node; `ended` is done when it has ended."""
 
     def __init__(self, link: WorkerLink, end_actor: Callable[[], None]) -> None:
         self._link, self._end_actor = link, end_actor
-        self.output = _Output(link.number)
         self.ended: asyncio.Future[Any]
         self.node = ""
         self._is_killed = False
@@ -275,23 +261,12 @@ class _RayWorker:
 
     async def wait(self) -> str:
         await asyncio.wait({self.ended})
-        await self.output.wait()
-        self.output.close()
         error = self.ended.exception()
         if error is None:
             self._end_actor()
-            how = "ended"
-        elif self._is_killed:
-            how = "was killed"
-        else:
-            how = f"died on the Ray node {self.node} ({_sentence_of(error)})"
-        last = " | ".join(self.output.last)
-        return f"{how}; its last output: {last}" if error is not None and last else how
-
-
-def _sentence_of(error: BaseException) -> str:
-    """Return an error of Ray in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return "ended"
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return "was killed" if self._is_killed else f"died on the Ray node {self.node} ({text})"
 
 
 # -- connections --------------------------------------------------------------------------------------------------
@@ -303,7 +278,7 @@ _Expected = dict[str, Callable[[asyncio.Transport], asyncio.Protocol]]
 class _Arrival(asyncio.Protocol):
     """A connection whose first line has to be a secret that an actor was given, good for one connection.
 
-    An untrusted client's is closed as soon as it sends something else, or nothing for a while.
+    Any other is closed as soon as it sends something else, or nothing for a while.
     """
 
     def __init__(self, expected: _Expected) -> None:
@@ -335,47 +310,6 @@ class _Arrival(asyncio.Protocol):
             protocol.data_received(rest)
 
 
-class _Output(asyncio.Protocol):
-    """The standard output of a worker, as lines of the run's log.
-
-    Attributes:
-        last: its last lines.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.last: deque[str] = deque(maxlen=_LAST_LINES)
-        self._number = number
-        self._rest = b""
-        self._transport: asyncio.Transport | None = None
-        self._has_ended = asyncio.Event()
-
-    def begin(self, transport: asyncio.Transport) -> _Output:
-        """Take lines from a connection."""
-        self._transport = transport
-        return self
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            text = line.decode(errors="replace").rstrip()
-            self.last.append(text)
-            logger.info("worker %d: %s", self._number, text)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._has_ended.set()
-
-    async def wait(self) -> None:
-        """Wait for its end; a process of the worker's own that lives on may hold it open."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_OUTPUT_S):
-                await self._has_ended.wait()
-
-    def close(self) -> None:
-        """Take no more lines."""
-        if self._transport is not None:
-            self._transport.abort()
-
-
 # -- in the actor -------------------------------------------------------------------------------------------------
 
 
@@ -387,19 +321,15 @@ class RolloutActor:
 
         return {"node": ray.util.get_node_ip_address(), "versions": _versions()}
 
-    async def serve(self, host: str, port: int, keys: Mapping[str, str]) -> None:
+    async def serve(self, host: str, port: int, key: str) -> None:
         """Run a worker: serve rank 0 until a `close` message, or until the connection is lost."""
-        output = socket.create_connection((host, port), _CONNECT_S)
-        output.settimeout(None)
-        output.sendall(f"{keys['output']}\n".encode())
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            getattr(sys, name).flush()
-            os.dup2(output.fileno(), number)
-            setattr(sys, name, open(number, "w", buffering=1, errors="replace", closefd=False))  # noqa: ASYNC230, SIM115
+        # Ray shows both on rank 0, whose standard output may be a result for machines
+        sys.stdout.flush()
+        os.dup2(2, 1)
         worker = RolloutWorker(functools.partial(set_up_process, keeps_path=True))
         loop = asyncio.get_running_loop()
         connected = socket.create_connection((host, port), _CONNECT_S)
-        connected.sendall(f"{keys['link']}\n".encode())
+        connected.sendall(f"{key}\n".encode())
         connected.setblocking(False)
         await loop.create_connection(lambda: worker.connection, sock=connected)
         await worker.serve()

@@ -14,7 +14,7 @@ from verifiers.errors import ConfigError
 from verifiers.installation import install_hint
 
 if TYPE_CHECKING:
-    from verifiers.workers.pool import RolloutWorkers, WorkerEngine
+    from verifiers.workers.pool import InlineWorkers, RemoteWorkers, WorkerEngine
 
 __all__ = ["WorkerSettings"]
 
@@ -49,9 +49,6 @@ class WorkerSettings(BaseModel):
         default=0.0, ge=0, description="Seconds that nodes may take to join Ray, until it has room for the workers."
     )
     multiplex: int = Field(default=64, ge=1, description="Rollouts in flight in one worker.")
-    recycle_mb: int = Field(
-        default=1024, ge=1, description="A worker that has grown by so many MiB is replaced between two groups."
-    )
 
     @model_validator(mode="after")
     def _fits_engine(self) -> WorkerSettings:
@@ -79,7 +76,9 @@ class WorkerSettings(BaseModel):
             raise ConfigError(f"--workers is {text!r}; the number of workers is 1 or more, as in 'processes:8'.")
         return cls(engine=engine, count=int(count) if colon else None)  # type: ignore[arg-type]
 
-    def open(self, factories: Sequence[tuple[Any, Callable[[], Any]]], *, blocked_s: float) -> RolloutWorkers:
+    def open(
+        self, factories: Sequence[tuple[Any, Callable[[], Any]]], *, blocked_s: float
+    ) -> InlineWorkers | RemoteWorkers:
         """Return the workers of a run; they start when the first rollout is asked of them.
 
         Args:
@@ -93,13 +92,7 @@ class WorkerSettings(BaseModel):
 
         if self.engine == "inline":
             return InlineWorkers()
-        return RemoteWorkers(
-            self._engine_maker(),
-            factories,
-            multiplex=self.multiplex,
-            recycle_bytes=self.recycle_mb << 20,
-            blocked_s=blocked_s,
-        )
+        return RemoteWorkers(self._engine_maker(), factories, multiplex=self.multiplex, blocked_s=blocked_s)
 
     def _engine_maker(self) -> Callable[[], WorkerEngine]:
         if self.engine == "processes":
