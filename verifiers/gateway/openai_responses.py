@@ -11,11 +11,13 @@ from openai.types.responses import ResponseInputItemParam
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as Params
 from pydantic import TypeAdapter
 
-from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError, openai_error
-from verifiers.gateway.session import Session
-from verifiers.gateway.wire_format import (
+from verifiers.gateway.calls import (
+    SAMPLING_ARGUMENTS,
+    AgentCall,
+    RefusedCallError,
     joined_text,
     named_event,
+    openai_error,
     reasoning_of,
     refuse_unsupported,
     text_pieces,
@@ -23,6 +25,7 @@ from verifiers.gateway.wire_format import (
     validated_body,
     without_none,
 )
+from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import CHAT
 
 __all__ = ["ResponsesWire"]

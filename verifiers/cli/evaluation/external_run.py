@@ -20,10 +20,9 @@ from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
 from verifiers.evals.json_lines import json_line, repair_last_line
 from verifiers.evals.progress import Progress
 from verifiers.evals.store import ResultStore
-from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.calls import RefusedCallError, validated
 from verifiers.gateway.external_sessions import EndedSession, ExternalSession, SessionRoutes
 from verifiers.gateway.session import Budget
-from verifiers.gateway.wire_format import validated
 from verifiers.inference.endpoint import Backend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.run import FATAL_ERRORS, Run
