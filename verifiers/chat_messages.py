@@ -8,30 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "MOST_CHARACTERS",
-    "AssistantMessage",
-    "ChatMessage",
-    "Message",
-    "MessageRecord",
-    "Messages",
-    "Record",
-    "SystemMessage",
-    "ToolCall",
-    "ToolMessage",
-    "UserMessage",
-    "as_message",
-    "as_messages",
-    "as_text",
-    "content_text",
-    "drop_none",
-    "finite",
-    "joined",
-    "message_field",
-    "message_text",
-    "messages_of",
-]
-
 ChatMessage = dict[str, Any]
 """One message in OpenAI's format: role, content, and for assistants perhaps tool_calls, reasoning_content."""
 

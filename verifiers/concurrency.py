@@ -16,17 +16,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
-__all__ = [
-    "DaemonThreads",
-    "OverdueError",
-    "at_loop_end",
-    "gather_owned",
-    "is_async_function",
-    "threads_for",
-    "tick_s",
-    "without_partials",
-]
-
 T = TypeVar("T")
 
 
@@ -117,9 +106,6 @@ class DaemonThreads:
     """Threads for at most `limit` calls at once, each in a thread of its own; more calls wait their turn.
 
     Calls that ran out of time are not counted, so threads may be more than `limit` while some of them hang.
-
-    Args:
-        what: what the functions are, for messages and names of threads, such as "tool".
     """
 
     def __init__(self, what: str, limit: int) -> None:

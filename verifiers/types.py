@@ -109,11 +109,8 @@ class ClientConfig:
     """Address, key and limits of an endpoint, for `verifiers.utils.client_utils.setup_client`.
 
     Attributes:
-        api_key_var: environment variable that holds the key.
         api_base_url: with the version, e.g. "http://127.0.0.1:8000/v1".
-        timeout: seconds that one call may take.
         max_retries: the openai client's own retries.
-        extra_headers: further HTTP headers.
     """
 
     api_key_var: str = "OPENAI_API_KEY"

@@ -27,8 +27,6 @@ from verifiers.gateway.calls import (
 from verifiers.gateway.session import Session, read_arguments
 from verifiers.inference.endpoint import CHAT
 
-__all__ = ["MessagesWire"]
-
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
 _COUNT: TypeAdapter[Any] = TypeAdapter(MessageCountTokensParams)
 _MESSAGE: TypeAdapter[Any] = TypeAdapter(MessageParam)

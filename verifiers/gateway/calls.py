@@ -14,26 +14,6 @@ if TYPE_CHECKING:
 
     from verifiers.gateway.session import Session
 
-__all__ = [
-    "MAX_VALUES",
-    "SAMPLING_ARGUMENTS",
-    "AgentCall",
-    "RefusedCallError",
-    "WireFormat",
-    "data_event",
-    "joined_text",
-    "json_object",
-    "json_response",
-    "named_event",
-    "openai_error",
-    "reasoning_of",
-    "refuse_unsupported",
-    "text_pieces",
-    "validated",
-    "validated_body",
-    "without_none",
-]
-
 SAMPLING_ARGUMENTS = frozenset(
     {
         "bad_words", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs", "min_p", "min_tokens",

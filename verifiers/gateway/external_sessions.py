@@ -24,8 +24,6 @@ from verifiers.types import Messages
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = ["KEY_VARIABLE", "EndedSession", "ExternalSession", "SessionRoutes", "admin_key"]
-
 KEY_VARIABLE = "VF_GATEWAY_KEY"
 SHORTEST_KEY = 16
 ENDED_SESSIONS = 10_000

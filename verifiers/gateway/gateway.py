@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from verifiers.http_requests import Handler
 
-__all__ = ["Gateway", "gateway_of_loop"]
-
 logger = logging.getLogger("verifiers.gateway")
 
 KEEP_ALIVE_S = 10.0
@@ -40,10 +38,7 @@ class Gateway:
     """An HTTP server on which each rollout's agent has a session of its own.
 
     Args:
-        port: 0 for a free one.
         keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
-        max_connections: see `Listener`.
-        add_routes: adds routes beside those of the agents.
 
     Attributes:
         url: without the version; `base_url` has it.

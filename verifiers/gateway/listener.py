@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from verifiers.http_requests import Handler
 
-__all__ = ["MAX_BODY", "Listener"]
-
 MAX_BODY = 64 * 2**20
 MAX_HEADER = 2**16
 """Bytes of one line of headers, of which aiohttp takes 128."""

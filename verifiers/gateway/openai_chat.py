@@ -29,8 +29,6 @@ from verifiers.gateway.calls import (
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 
-__all__ = ["OpenAIWire"]
-
 _BODY: dict[str, TypeAdapter[Any]] = {CHAT: TypeAdapter(ChatParams), COMPLETIONS: TypeAdapter(TextParams)}
 # by role, so that each message is checked against one type
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(list[Annotated[ChatCompletionMessageParam, Field(discriminator="role")]])

@@ -28,8 +28,6 @@ from verifiers.gateway.calls import (
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import CHAT
 
-__all__ = ["ResponsesWire"]
-
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
 _ITEM: TypeAdapter[Any] = TypeAdapter(ResponseInputItemParam)
 _READ = frozenset(

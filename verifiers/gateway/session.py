@@ -19,8 +19,6 @@ from verifiers.inference.wire import plain_data, whole_characters
 from verifiers.log import text_without_credentials
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, refuse_non_text
 
-__all__ = ["OVER", "Budget", "Exchange", "Session", "SessionCall"]
-
 OVER = "the rollout of this key is over."
 MAX_REQUESTS = 128
 AGENTS_OWN = "unsupported_by_endpoint"
@@ -29,12 +27,7 @@ AGENTS_OWN = "unsupported_by_endpoint"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of one rollout; None for no limit.
-
-    Attributes:
-        calls: of the policy.
-        completion_tokens: sampled in all calls together.
-    """
+    """Limits of one rollout; None for no limit."""
 
     calls: int | None = None
     completion_tokens: int | None = None
@@ -50,12 +43,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class SessionCall:
-    """An answered call of the policy, for reward functions and transcripts.
-
-    Attributes:
-        request: arguments of the call, in the terms of chat or text completions.
-        answer: the completion, as plain data.
-    """
+    """An answered call of the policy, for reward functions and transcripts."""
 
     request: Mapping[str, Any]
     answer: Mapping[str, Any]
@@ -102,7 +90,6 @@ class Session:
         helpers: clients of other models by name; their answers are not trained.
 
     Attributes:
-        key: the secret that names the session.
         is_over_budget: set when a call was refused for the budget.
         is_sealed: the rollout is over, and calls add nothing.
         newest_refusal: why a call was refused, the newest time; "" where none was.

@@ -24,16 +24,6 @@ from verifiers.inference.wire import WireObject, read_completion, request_body, 
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = [
-    "Backend",
-    "ClientBackend",
-    "Endpoint",
-    "HttpBackend",
-    "is_loopback",
-    "proxy_for",
-    "single_backend_for",
-]
-
 
 def is_loopback(url: str) -> bool:
     """Return whether the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
@@ -93,9 +83,7 @@ class Endpoint:
     Attributes:
         base_url: with the version, e.g. "http://127.0.0.1:8000/v1".
         api_key: sent as a bearer token; never logged or stored.
-        headers: further HTTP headers.
         timeout_s: deadline of one try of one call, in seconds.
-        connect_timeout_s: deadline for the connection alone, in seconds.
         max_answer_mb: longest answer that is read, unpacked, in MiB; a longer one is a failed try.
     """
 

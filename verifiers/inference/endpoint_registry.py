@@ -27,8 +27,6 @@ from verifiers.inference.endpoint import MAX_ANSWER_MB, Backend, Endpoint, HttpB
 from verifiers.inference.responses_api import ResponsesBackend
 from verifiers.inference.server_pool import ServerPool
 
-__all__ = ["EndpointEntry", "discover_endpoint", "find_endpoint", "load_endpoints", "open_backend", "registries"]
-
 Api = Literal["chat", "responses"]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -41,16 +39,11 @@ class EndpointEntry:
 
     Attributes:
         name: what `-m` calls it.
-        model: the model's name on the server.
-        urls: base URLs, with /v1; several servers of one model share its calls.
         key_var: environment variable that holds the API key.
         headers: further HTTP headers, none of them secret.
         header_vars: further HTTP headers whose values are secret: header name to environment variable.
         max_concurrent: rollouts in flight; on a remote provider the most that adaptive growth may reach.
-        requests_per_second: requests begun per second.
-        attempt_timeout_s: deadline of one HTTP attempt, in seconds.
         api: "chat" for chat completions and completions, "responses" for OpenAI's Responses API.
-        max_answer_mb: longest answer that is read, in MiB; see `Endpoint`.
     """
 
     name: str

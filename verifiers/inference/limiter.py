@@ -15,16 +15,6 @@ from contextlib import asynccontextmanager, contextmanager
 from verifiers.errors import ConfigError, Error
 from verifiers.inference.endpoint import is_loopback
 
-__all__ = [
-    "LOCAL_MAXIMUM",
-    "REMOTE_MAXIMUM",
-    "AdaptiveLimiter",
-    "Limiter",
-    "NoMoreSlotsError",
-    "SubLimiter",
-    "limiter_for",
-]
-
 logger = logging.getLogger("verifiers.rollouts")
 
 LOCAL_MAXIMUM = 256
@@ -57,11 +47,6 @@ class Limiter:
 
     Args:
         max_concurrent: rollouts in flight at once; None or a negative number means no bound.
-        requests_per_second: requests begun per second over all rollouts; None means no throttle.
-
-    Attributes:
-        in_flight: rollouts that hold a slot.
-        is_closed: nothing begins any more.
     """
 
     def __init__(self, max_concurrent: int | None = None, requests_per_second: float | None = None) -> None:
@@ -181,7 +166,6 @@ class SubLimiter(Limiter):
     Closing the part lets nothing more begin in it; the whole stays open to all other calls.
 
     Args:
-        whole: the limiter whose slots are used.
         max_concurrent: most of them held or waited for at once; None for as many as there are.
     """
 

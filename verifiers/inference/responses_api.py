@@ -14,8 +14,6 @@ from verifiers.inference.endpoint import CHAT, HttpBackend
 from verifiers.inference.retry import RetryableError
 from verifiers.inference.wire import WireObject, read_completion, request_body
 
-__all__ = ["ResponsesBackend", "chat_completion", "responses_body"]
-
 RESPONSES = "/responses"
 
 _SAME = frozenset(

@@ -23,19 +23,6 @@ from verifiers.errors import EmptyModelResponseError, ModelError, OverlongPrompt
 if TYPE_CHECKING:
     from verifiers.inference.limiter import Limiter
 
-__all__ = [
-    "RetryPolicy",
-    "RetryableError",
-    "client_error",
-    "is_context_overflow",
-    "may_pass",
-    "reason",
-    "retry",
-    "retry_after_s",
-    "status_error",
-    "status_may_pass",
-]
-
 T = TypeVar("T")
 
 

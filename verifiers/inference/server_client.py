@@ -15,16 +15,6 @@ from verifiers.inference.retry import RetryPolicy, may_pass, reason, retry
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = [
-    "CONTROL_RETRIES",
-    "HEALTH_S",
-    "NoAnswerError",
-    "RefusedError",
-    "ServerClient",
-    "log_retry",
-    "passes_in_place",
-]
-
 logger = logging.getLogger("verifiers.train")
 
 HEALTH_S = 5.0

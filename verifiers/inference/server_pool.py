@@ -35,21 +35,6 @@ from verifiers.inference.server_client import (
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.loop_thread import LoopThread
 
-__all__ = [
-    "CHECK_INTERVAL_S",
-    "PARTIALLY_LOADED",
-    "SHUTDOWN_S",
-    "Load",
-    "Replica",
-    "ServerPool",
-    "SessionAffinity",
-    "WeightUpdate",
-    "backend_for",
-    "credentials",
-    "each_server",
-    "time_left",
-]
-
 logger = logging.getLogger("verifiers.rollouts")
 
 T = TypeVar("T")

@@ -33,18 +33,6 @@ from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
 from verifiers.inference.retry import RetryPolicy, retry
 from verifiers.inference.wire import WireObject
 
-__all__ = [
-    "CannotRenderTurnError",
-    "ChatCall",
-    "Generation",
-    "TokenIn",
-    "TokenTurns",
-    "TurnRenderer",
-    "completion_by_ids",
-    "read_chat_call",
-    "token_in_for",
-]
-
 logger = logging.getLogger("verifiers.rollouts")
 
 Generation = Literal["auto", "messages", "tokens"]

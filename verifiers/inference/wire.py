@@ -21,28 +21,6 @@ from verifiers.errors import ConfigError
 from verifiers.inference.retry import RetryableError
 from verifiers.types import AssistantMessage, MessageRecord, Usage, content_text
 
-__all__ = [
-    "NEUTRAL",
-    "NEUTRAL_SAMPLING",
-    "RecordedResponse",
-    "SampledTokens",
-    "WireObject",
-    "assistant_message",
-    "check_tokens",
-    "given_arguments",
-    "neutral_where_unset",
-    "overlong_response",
-    "plain_data",
-    "read_completion",
-    "refuse_biased_call",
-    "request_body",
-    "sampled_tokens",
-    "unless_neutral",
-    "version_number",
-    "whole_characters",
-    "without_tokens",
-]
-
 # Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
 _OPTIONAL = frozenset(
     {

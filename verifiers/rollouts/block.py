@@ -21,19 +21,12 @@ from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlo
 from verifiers.rollouts.run import Deadlines, Run, relaxed_gc
 from verifiers.types import Outcome, RolloutKey, State
 
-__all__ = [
-    "BatchRequest",
-    "BlockRun",
-    "GroupPolicy",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """One block to generate.
 
     Attributes:
-        batch_id: the block id; blocks are taken by it.
         requests: its rollouts; those of a prompt stand together, and are as many for each prompt.
         policy_version: version on the server when the block is submitted, stamped on tokens that the server does not
             stamp itself; None keeps the generator's present version.
@@ -91,8 +84,6 @@ class BlockRun:
     """The generation and scoring of one block; belongs to the event loop that `run` is awaited on.
 
     Args:
-        run: of the rollouts; the block's own, as it drops them all at once.
-        batch: the planned rollouts, and those that replace groups without variance.
         on_groups: called with the groups that are final so far, in order, whenever there are more.
     """
 

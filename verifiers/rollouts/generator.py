@@ -29,8 +29,6 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.run import RolloutActivity, Run
 from verifiers.types import Outcome
 
-__all__ = ["AsyncBatchGenerator"]
-
 logger = logging.getLogger("verifiers.rollouts")
 
 T = TypeVar("T")
@@ -41,23 +39,14 @@ class AsyncBatchGenerator:
     """A producer of scored blocks, ahead of the trainer that takes them.
 
     Args:
-        env: the environment; its `run_rollouts` and `rubric` are used.
         client: an openai client, an Endpoint, a base URL, any object shaped like AsyncOpenAI, a list of these for
             several servers of the same model, or a `ServerPool`, on whose event loop the rollouts then run.
-        model: the policy's name on the server.
-        sampling_args: OpenAI sampling arguments for every rollout.
         num_batches_ahead: blocks that may be in flight beyond the one being taken; 0 is strictly on policy.
-        max_concurrent: rollouts in flight over all blocks.
-        requests_per_second: throttle; None for none.
-        generation_timeout_s: default deadline of `get_batch`, in seconds.
-        rollout_timeout_s, grading_timeout_s: deadlines of one rollout and of scoring one group, in seconds.
-        require_tokens: token ids and log-probs are needed (training).
         generation: how turns are sent: "auto" as token ids from the second turn on where the server can, "tokens" as
             token ids always, "messages" never.
         check_call: of each trained call, given the fields of the sampling arguments that rollouts are given (one
             mapping, of a group of environments one for each) and those of the call; see `RolloutClient`.
         vocab_size: number of token ids that the policy has: an answer with another is a failed try.
-        group_policy: the handling of rollouts that fail and of groups without variance.
         drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
             up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
 

@@ -35,8 +35,6 @@ from verifiers.inference.wire import (
 from verifiers.rollouts.rollout import TokenSequence, Turn
 from verifiers.types import Usage, message_field
 
-__all__ = ["RecordedAnswer", "RolloutClient", "refuse_non_text", "rows_from_turns", "turn_seed"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedAnswer:
@@ -162,28 +160,21 @@ class RolloutClient:
     """A recording stand-in for `openai.AsyncOpenAI`, one for each rollout.
 
     Args:
-        backend: how a call leaves the process.
         limiter: shared throttle; the caller that runs the rollout holds its slot.
-        retry: the retry policy, the only one there is.
         model: name of the trained policy; calls that name another model are not trained.
         seed: the rollout's sampling seed; each call gets its own derived from it. Wins over a seed in the
             call's arguments, since two rollouts of a group must never share one. None leaves the call alone.
         require_tokens: ask for token ids and log-probs, and fail where the server sends none; sampling arguments
             that a call leaves out are sent as those of the model's own distribution (training).
         policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
-        token_in: how turns are sent as token ids; None sends messages.
         check_call: given the body fields of each trained call before anything is sent, where tokens are required;
             raises ConfigError where the trainer assumes another distribution.
-        vocab_size: number of token ids that the policy has; None where that is not known.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
-        answers: of the trained policy, in the order in which they came back.
         is_recording: calls go into the trace. It ends with the rollout: its rewards may still ask.
-        retries: tries that were repeated.
         last_error: what the newest trained call failed with, or None where it succeeded.
         fatal_error: the newest failure of a trained call that every other rollout would repeat.
-        overlong: a call's prompt did not fit the context.
         is_cut_off: a budget of calls or tokens ended the rollout.
         trains: `group`, where the rollout is for training; else None.
     """

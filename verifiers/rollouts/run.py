@@ -33,18 +33,6 @@ from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, RolloutRequest
 from verifiers.rubrics.scoring import grading_deadline
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
 
-__all__ = [
-    "FATAL_ERRORS",
-    "ActivityReading",
-    "Deadlines",
-    "RolloutActivity",
-    "Run",
-    "begin_state",
-    "blames_policy",
-    "play",
-    "relaxed_gc",
-]
-
 logger = logging.getLogger("verifiers.rollouts")
 
 FATAL_ERRORS = (ConfigError, NoMoreSlotsError)
@@ -155,20 +143,12 @@ class Run:
     """What the rollouts of a run share.
 
     Attributes:
-        env: the environment; its `run_rollouts` and its `rubric` are used.
-        model: the policy's name on the server.
-        sampling_args: OpenAI sampling arguments, e.g. temperature, max_tokens.
         limiter: what may be in flight at once; share it to bound several runs together.
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
-        grading_timeout_s: deadline for scoring one group, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
-        policy_version: policy version now on the server.
-        token_in: how turns are sent as token ids; None sends messages.
         check_call: of each trained call where tokens are required; see `RolloutClient`.
-        vocab_size: number of token ids that the policy has, where that is known.
         on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
-        activity: counts what waits, runs and is scored.
         workers: give the player of a rollout, where the environment does not play it itself; see `player`.
     """
 

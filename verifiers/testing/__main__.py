@@ -21,8 +21,6 @@ from verifiers.server_process import exits_on_sigterm, follow_parent
 if TYPE_CHECKING:
     from verifiers.testing.script import Answers
 
-__all__ = ["main", "parser"]
-
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
 

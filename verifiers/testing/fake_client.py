@@ -13,8 +13,6 @@ from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject, request_body
 from verifiers.testing.script import Answers, Fault, Faults, FaultSchedule, RecordedRequest, Script, response_body
 
-__all__ = ["FakeClient"]
-
 # openai's exception for each status; 500 and above is InternalServerError
 _STATUS_ERRORS = {
     400: "BadRequestError",
@@ -37,10 +35,8 @@ class FakeClient:
     Args:
         answers: what is answered (see `testing.script.Answers`), from a function of the request body too.
         faults: when calls fail (see `testing.script.Faults`); default never.
-        model: named in answers where the call names none.
         token_ids: False makes it a provider that reports no token ids.
         weight_version: reported as the version of sampled tokens; may be assigned.
-        base_url, api_key: what the attributes say; nothing is sent there.
 
     Attributes:
         requests: calls in order of arrival, `extra_body` merged in.

@@ -22,8 +22,6 @@ from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rubrics.judge import LazyOpenAI
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 
-__all__ = ["FAKE_MODEL", "FAKE_URL", "FakeEndpoint", "answer_as_judge", "fake_value", "play_judges"]
-
 FAKE_MODEL = "fake"
 FAKE_URL = "fake:"
 _JUNK = "This is an answer of the built-in fake endpoint, and it is meant to be wrong."

@@ -27,8 +27,6 @@ from aiohttp import web
 from verifiers.errors import ConfigError, DeadlineError
 from verifiers.testing.script import Answers, Fault, Faults, FaultSchedule, RecordedRequest, Script, response_body
 
-__all__ = ["FakeOpenAIServer", "server_process"]
-
 
 def _error_reply(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "fake_server", "code": status}}, status=status)
@@ -94,18 +92,13 @@ class FakeOpenAIServer:
         answers: what is answered (see `testing.script.Answers`); default "ok".
         latency_s: seconds before each answer, or a function of the request number; default 0.
         faults: when generation requests fail (see `testing.script.Faults`); default never.
-        model: name reported by /v1/models.
         token_ids: False makes it a provider that reports no token ids.
-        weight_version: version at the start.
         route_faults: faults of the other routes, by path, e.g. {"/collective_rpc": Fault(500)}.
         instant: for benchmarks: one prepared answer without looking at the request. Nothing is recorded but
             `request_count`; `answers` must be a text; prompts are reported as the single token id 1.
-        port: default 0 takes a free one.
 
     Attributes:
-        requests: generation requests in order of arrival.
         weight_calls: calls of the weight and pause routes in order of arrival.
-        request_count: generation requests so far.
         in_flight, max_in_flight: generation requests being answered, now and at most.
         weight_version: set by /update_weight_version; an int where the text is one.
         paused: between /pause and /resume.

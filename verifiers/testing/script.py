@@ -10,24 +10,6 @@ from typing import Any, Literal
 
 from verifiers.errors import ConfigError
 
-__all__ = [
-    "END_ID",
-    "Answer",
-    "Answers",
-    "Fault",
-    "FaultSchedule",
-    "Faults",
-    "RecordedRequest",
-    "Script",
-    "decode_ids",
-    "encode_text",
-    "fake_logprob",
-    "message_text",
-    "prompt_ids",
-    "render_chat",
-    "response_body",
-]
-
 # ASCII's own control characters for these jobs: start of heading, start of text, end of text, shift out and in.
 _ROLE, _TEXT, _END, _CALL, _THOUGHT = "\x01", "\x02", "\x03", "\x0e", "\x0f"
 
@@ -191,8 +173,6 @@ class RecordedRequest:
 
     Attributes:
         number: from 0, in order of arrival, counted by kind: generation, and each weight route by itself.
-        path: of the URL, without the query.
-        headers: by lower-case names.
     """
 
     number: int

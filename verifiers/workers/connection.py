@@ -18,8 +18,6 @@ from verifiers import errors
 from verifiers.errors import ConfigError, WorkerCallError
 from verifiers.inference.limiter import NoMoreSlotsError
 
-__all__ = ["ROW_FIELDS", "Connection", "error_from", "failure_data", "refuse_unsendable"]
-
 Message = dict[str, Any]
 
 ROW_FIELDS = ("prompt", "answer", "task", "info")

@@ -17,8 +17,6 @@ from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 from verifiers.types import RolloutScore, State
 from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data
 
-__all__ = ["RunningWorker", "WorkerLink"]
-
 logger = logging.getLogger("verifiers.workers")
 
 Message = Mapping[str, Any]
@@ -54,7 +52,6 @@ class WorkerLink:
     """One worker, from its start to its end; belongs to one event loop.
 
     Args:
-        number: of the worker, for logs and errors.
         on_change: called when it may take more, has become ready, or could not load its environment.
 
     Attributes:

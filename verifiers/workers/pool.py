@@ -24,8 +24,6 @@ from verifiers.types import RolloutScore, State
 from verifiers.workers.connection import ROW_FIELDS, refuse_unsendable
 from verifiers.workers.link import RunningWorker, WorkerLink
 
-__all__ = ["InlineWorkers", "NoRoomError", "RemoteWorkers", "WorkerEngine"]
-
 logger = logging.getLogger("verifiers.workers")
 
 Factory = Callable[[], Any]
@@ -81,7 +79,6 @@ class RemoteWorkers:
         make_engine: makes the engine, once for each event loop.
         factories: an environment on rank 0, which has the rows, and a function without arguments that makes the
             same one in a worker; picklable. A worker makes all of them at its start.
-        multiplex: rollouts in flight in one worker.
         blocked_s: seconds for which one piece of code may keep a worker's event loop from all others.
 
     Raises:

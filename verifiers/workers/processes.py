@@ -24,8 +24,6 @@ from verifiers.workers.link import WorkerLink
 from verifiers.workers.worker import RolloutWorker
 from verifiers.workers.worker_setup import set_up_process
 
-__all__ = ["ProcessEngine", "main"]
-
 logger = logging.getLogger("verifiers.workers")
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from verifiers.workers.processes import main; main({fd})"
@@ -34,11 +32,7 @@ _POLL_S = 0.02
 
 
 class ProcessEngine:
-    """An engine that starts workers as processes.
-
-    Args:
-        count: of workers.
-    """
+    """An engine that starts workers as processes."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -25,8 +25,6 @@ from verifiers.workers.pool import NoRoomError
 from verifiers.workers.worker import RolloutWorker
 from verifiers.workers.worker_setup import set_up_process
 
-__all__ = ["RayEngine", "RolloutActor"]
-
 logger = logging.getLogger("verifiers.workers")
 
 _LONGEST_KEY = 64
@@ -43,9 +41,7 @@ class RayEngine:
         count: of workers; as many as the cluster has room for where None.
         address: of the cluster, as `ray.init` takes it. Where this process has joined a cluster already, that one is
             used, and left as it is.
-        cpus: of one worker.
         resources: of one worker, as Ray names them; "GPU" and "memory" are Ray's own.
-        multiplex: rollouts in flight in one worker.
         joins_s: seconds that nodes may take to join, until the cluster is large enough.
         pending_s: seconds within which a cluster that is large enough must have room for a worker.
 

@@ -16,9 +16,6 @@ from verifiers.installation import install_hint
 if TYPE_CHECKING:
     from verifiers.workers.pool import InlineWorkers, RemoteWorkers, WorkerEngine
 
-__all__ = ["WorkerSettings"]
-
-
 _OF_RAY = "{name} is for engine = 'ray', and engine is '{engine}'; leave {name} out or change engine"
 _NO_CLIENT = (
     "address is '{address}', and rank 0 has to be on a node of the Ray cluster, since workers connect to it; give "

@@ -25,8 +25,6 @@ from verifiers.rollouts.run import begin_state, blames_policy, relaxed_gc
 from verifiers.types import RolloutKey, State
 from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data
 
-__all__ = ["STAYS_IN_WORKER", "RolloutWorker"]
-
 Message = Mapping[str, Any]
 
 STAYS_IN_WORKER = frozenset(

@@ -14,8 +14,6 @@ from verifiers.loop_thread import BLOCKING_ADVICE, LoopWatchdog
 from verifiers.signals import exit_if_interpreter_is_held
 from verifiers.workers.worker import RolloutWorker
 
-__all__ = ["set_up_process"]
-
 Message = Mapping[str, Any]
 
 
