@@ -145,8 +145,6 @@ class BlockRun:
         self._dropping = True
         self._drop()
 
-    # -- groups ---------------------------------------------------------------------------------------------
-
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
         group = await self._run.finish_group(await self._rollouts(self._candidates[place]), score=False)
         for rollout in group.rollouts:
@@ -183,8 +181,6 @@ class BlockRun:
             others = range(self._planned, self._planned + self._replacements_begun)
             return [self._groups[place] for place in planned], [self._groups[place] for place in others]
         return kept, [self._groups[place] for place in sorted(self._zero_variance)]
-
-    # -- rollouts -------------------------------------------------------------------------------------------
 
     async def _rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Play and score the rollouts of a group; those that fail before they have a score are played again."""

@@ -183,10 +183,7 @@ class AsyncBatchGenerator:
         future.add_done_callback(self._notice_crash)
 
     def get_batch(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
-        """Wait for a submitted block and take it.
-
-        Args:
-            timeout_s: deadline in seconds; `generation_timeout_s` when left out.
+        """Wait for a submitted block and take it; by default for `generation_timeout_s` seconds.
 
         Raises:
             DeadlineError: not ready in time.
@@ -216,11 +213,7 @@ class AsyncBatchGenerator:
             return self._wait_for(block_id, first, timeout_s)
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until no rollout of any submitted block is running or waiting to begin; the blocks stay to be taken.
-
-        Raises:
-            As `get_batch`.
-        """
+        """Wait until no rollout of any submitted block is running or waiting to begin; the blocks stay to be taken."""
         with self._changed:
             while self._pending:
                 oldest = next(iter(self._pending))
@@ -326,25 +319,18 @@ class AsyncBatchGenerator:
                 self._recorded_tasks.add(task)
             # a prompt that is too long for the policy leaves no row either, and counts as truncated
             completed = [one for one in rollouts if one.is_scored and one.outcome is Outcome.COMPLETED]
-            if completed and task not in self._recorded_tasks:
-                raise ConfigError(
-                    f"block {block.block_id}: none of {len(completed)} scored rollouts of task {task!r} has a "
-                    "recorded call to the policy, so there is nothing to train; the environment must ask the client "
-                    "and the model that rollout was given, not a client of its own, another model or "
-                    "client.untrained."
-                )
             unasked = sum(not one.turns for one in completed)
+            text = (
+                f"block {block.block_id}: {unasked} of {len(completed)} scored rollouts of task {task!r} have no "
+                "recorded call to the policy, so there is nothing of them to train; the environment must ask the "
+                "client and the model that rollout was given, not a client of its own, another model or "
+                "client.untrained."
+            )
+            if completed and task not in self._recorded_tasks:
+                raise ConfigError(text)
             if unasked and task not in self._warned_tasks:
                 self._warned_tasks.add(task)
-                logger.warning(
-                    "block %d: %d of %d scored rollouts of task %r have no recorded call to the policy and are not "
-                    "trained; unless the environment means to end them without asking, it must ask the client and "
-                    "the model that rollout was given, not a client of its own, another model or client.untrained.",
-                    block.block_id,
-                    unasked,
-                    len(completed),
-                    task,
-                )
+                logger.warning("%s", text)
 
     def _count(self, _: Rollout) -> None:
         self.finished += 1
