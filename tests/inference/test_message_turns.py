@@ -15,15 +15,12 @@ from token_world import (
     TURNS,
     Dialogue,
     TokenServer,
-    calls,
     counts,
     digest,
     keeps,
     play,
     strips,
     thinks,
-    tools,
-    tools_in_the_newest_turn,
 )
 
 from verifiers.errors import ConfigError, ProviderError
@@ -61,18 +58,6 @@ async def test_a_template_that_cannot_be_split_gets_messages(caplog: pytest.LogC
         with pytest.raises(ConfigError, match="behind an answer depends"):
             await play(server, "tokens")
     assert "behind an answer depends" in caplog.text
-
-
-async def test_a_template_that_shows_the_tools_again_gets_messages(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "verifiers.rollouts")
-    async with TokenServer(calls, tools_in_the_newest_turn) as server:
-        (rollout,) = await play(server, "auto", tools(4))
-        assert rollout.outcome is Outcome.COMPLETED
-        assert len(server.sent("/v1/chat/completions")) == 4
-        # without tools the same template can be split
-        (rollout,) = await play(server, "auto")
-        assert rollout.forks == 0
-    assert "shows the tools again" in caplog.text
 
 
 @pytest.mark.parametrize(

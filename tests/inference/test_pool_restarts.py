@@ -118,23 +118,6 @@ def test_a_server_that_only_dropped_a_request_is_used_again_without_a_push() -> 
         pool.stop()
 
 
-def test_an_answer_that_nobody_expected_does_not_end_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pool_of(1) as (pool, (server,)):
-        push(pool, 1)
-        ask, asked = ServerClient.weight_version, []
-
-        async def once(self: ServerClient, timeout_s: float | None = None) -> str:
-            asked.append(timeout_s)
-            if len(asked) == 1:
-                raise LookupError("an answer that nobody expected")
-            return await ask(self, timeout_s)
-
-        monkeypatch.setattr(ServerClient, "weight_version", once)
-        until(lambda: len(asked) > 1)
-        restarted(server)
-        until(lambda: server.weight_version == 1)
-
-
 def test_a_check_never_overtakes_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that asked for the version before a push gives the server no older weights after it."""
     with pool_of(2) as (pool, servers):

@@ -83,24 +83,6 @@ async def test_what_is_held_and_the_new_turn_are_the_whole_conversation(template
             assert "".join(map(chr, [*sampled, *added])) == whole
 
 
-async def test_the_work_does_not_grow_with_what_is_held() -> None:
-    rendered: list[int] = []
-
-    def noted(text: str) -> list[int]:
-        rendered.append(len(text))
-        return [ord(letter) for letter in text]
-
-    turns = renderer(keeps, noted)
-    new = [{"role": "user", "content": "on"}]
-    cost = []
-    for length in (0, 10, 100_000):
-        rendered.clear()
-        await turns.extend([7] * length + [END], {"role": "assistant", "content": "x" * length}, new, TOOLS, {})
-        cost.append(sum(rendered))
-    # the first one also checks the template
-    assert cost[0] > cost[1] == cost[2] < 200
-
-
 @pytest.mark.parametrize(
     ("template", "tokenize", "reason"),
     [(counts, None, "behind an answer depends"), (lines, merging, "behind an answer depends")],

@@ -131,9 +131,3 @@ async def test_once_connected_an_answer_has_the_whole_deadline(monkeypatch: pyte
     with FakeOpenAIServer(latency_s=1.5) as server:
         answer = await ServerClient(server.url).request("POST", "/v1/completions", {"prompt": "a"}, timeout_s=30.0)
     assert answer["choices"]
-
-
-async def test_no_proxy_stands_between_two_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    with FakeOpenAIServer() as server:
-        assert await ServerClient(server.url).is_up(30.0)

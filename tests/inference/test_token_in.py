@@ -196,23 +196,6 @@ async def test_a_try_is_repeated_with_the_same_ids_and_the_same_seed() -> None:
     assert len({body["sampling_params"]["seed"] for body in bodies}) == TURNS - 1
 
 
-async def test_a_server_that_stops_answering_is_a_provider_error_and_never_a_reward() -> None:
-    async with TokenServer(thinks, strips) as server:
-        server.before_answer = _fail_at(server, 4, [503] * 99)
-        (rollout,) = await play(server, "auto")
-    assert rollout.outcome is Outcome.PROVIDER_ERROR
-    assert rollout.reward is None
-
-
-async def test_tokens_are_stamped_with_the_versions_that_the_server_reports() -> None:
-    async with TokenServer(digest) as server:
-        server.versions = [{"version": "4", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 9}]
-        (rollout,) = await play(server, "tokens", Dialogue(2), policy_version=lambda: 4)
-    (row,) = rollout.rows
-    assert [version for version in row.versions if version >= 0] == [4, 4, 4, 5, 5, 5, 5, 5, 5] * 2
-    assert (row.oldest_version, row.newest_version) == (4, 5)
-
-
 @pytest.mark.parametrize("generation", ["messages", "tokens"])
 async def test_without_a_servers_stamp_an_answer_across_a_push_is_stamped_with_both_versions(generation: str) -> None:
     version, answered = 3, 0

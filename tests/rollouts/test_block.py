@@ -83,19 +83,6 @@ def test_a_failed_rollout_is_run_again_and_its_attempts_are_counted() -> None:
     assert env.begun.count((0, 4, 1)) == 3
 
 
-def test_a_rollout_that_fails_every_time_keeps_its_failure() -> None:
-    def play(key: Any, attempt: int) -> float:
-        if key[2] == 0:
-            raise LookupError(f"attempt {attempt}")
-        return 1.0
-
-    with generator(Scripted(play), group_policy=GroupPolicy(retries=1)) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0, [4], 3)))
-        failed = blocks.get_batch(0).rollouts[0]
-    assert failed.outcome is Outcome.ENVIRONMENT_ERROR
-    assert str(failed.failure) == "LookupError: attempt 2"
-
-
 def test_fewer_than_no_retries_are_refused() -> None:
     with pytest.raises(ConfigError, match="rollout_retries is -1"):
         GroupPolicy(retries=-1)
@@ -195,40 +182,7 @@ def test_nothing_is_given_up_before_half_of_the_block_has_ended() -> None:
     assert sum(rollout.is_scored for rollout in block) >= 2
 
 
-def test_without_the_setting_stragglers_are_waited_for() -> None:
-    let_go = threading.Event()
-
-    async def held() -> float:
-        await asyncio.to_thread(let_go.wait, 10)
-        return 5.0
-
-    with generator(Scripted(lambda key, _: held() if key[2] == 0 else 1.0)) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0, [3], 4)))
-        with pytest.raises(DeadlineError):
-            blocks.get_batch(0, timeout_s=0.1)
-        let_go.set()
-        assert [rollout.reward for rollout in blocks.get_batch(0)] == [5.0, 1.0, 1.0, 1.0]
-
-
 # -- blocks in flight together --------------------------------------------------------------------------------------
-
-
-def test_the_next_block_begins_while_the_first_ones_stragglers_run() -> None:
-    let_go = threading.Event()
-
-    async def straggler() -> float:
-        await asyncio.to_thread(let_go.wait, 10)
-        return 0.0
-
-    env = Scripted(lambda key, _: straggler() if key == (0, 1, 1) else float(key[2]))
-    with generator(env, num_batches_ahead=2, max_concurrent=2) as blocks:
-        for number in range(3):
-            blocks.submit_batch(BatchRequest(number, requests(number, [1, 2], 2)))
-        assert blocks.get_batch(1).block_id == 1
-        assert blocks.get_batch(2).block_id == 2
-        assert [key for key in env.begun if key[0] == 0] == [(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1)]
-        let_go.set()
-        assert len(blocks.get_batch(0).rollouts) == 4
 
 
 def test_no_rollout_of_a_later_block_begins_before_those_of_an_earlier_one() -> None:

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import json
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -166,24 +162,6 @@ async def test_a_fault_schedule_fails_the_requests_it_names() -> None:
     assert server.request_count == 7
 
 
-async def test_the_sdk_retries_through_faults_of_each_kind() -> None:
-    faults = [Fault(500, retry_after=0.01), Fault(429, retry_after=0.01), Fault.disconnect()]
-    async with FakeOpenAIServer("at last", faults=faults) as server, sdk(server, max_retries=3) as client:
-        answer = await client.chat.completions.create(model="m", messages=USER)
-    assert answer.choices[0].message.content == "at last"
-    assert server.request_count == 4
-
-
-def test_faults_work_for_synchronous_code() -> None:
-    with FakeOpenAIServer("fine", faults=lambda number: Fault(503) if number == 1 else None) as server:
-        url = f"{server.url}/chat/completions"
-        assert [post(url, {"messages": USER})[0] for _ in range(3)] == [200, 503, 200]
-        client = openai.OpenAI(base_url=server.url, api_key="k")
-        with client:
-            answer = client.chat.completions.create(model="m", messages=USER)
-    assert answer.choices[0].message.content == "fine"
-
-
 async def test_a_hang_lasts_until_the_caller_gives_up() -> None:
     async with FakeOpenAIServer("fine", faults=Fault.hang()) as server, sdk(server) as client:
         call = asyncio.create_task(client.chat.completions.create(model="m", messages=USER))
@@ -307,25 +285,6 @@ async def test_an_instant_server_answers_the_sdk_with_token_ids() -> None:
     assert (chat.choices[0].message.content, text.choices[0].text, models) == ("42", "42", ["fake"])
     assert decode_ids((chat.choices[0].model_extra or {})["token_ids"]) == "42\x03"
     assert server.request_count == 2
-
-
-def test_a_connection_that_is_accepted_while_the_server_stops_is_closed(recwarn: pytest.WarningsRecorder) -> None:
-    connections = []
-
-    def connect() -> None:
-        with contextlib.suppress(OSError):
-            connections.extend(socket.create_connection(("127.0.0.1", server.port)) for _ in range(40))
-
-    for _ in range(10):
-        server = FakeOpenAIServer().start()
-        connecting = threading.Thread(target=connect)
-        connecting.start()
-        server.stop()
-        connecting.join()
-    for connection in connections:
-        connection.close()
-    gc.collect()
-    assert [warning.message for warning in recwarn] == []
 
 
 def test_the_command_serves_until_its_parent_is_gone(tmp_path: Path) -> None:

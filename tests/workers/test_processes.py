@@ -88,21 +88,3 @@ def test_workers_end_with_their_parent_whatever_ends_it(ends: signal.Signals | N
     finally:
         parent.kill()
         parent.wait()
-
-
-# as many imports, on as many cores as there are
-@pytest.mark.timeout(900)
-def test_200_idle_workers_start_and_end_with_the_run() -> None:
-    before = children()
-
-    async def start() -> int:
-        played, workers = world.workers_of(world.idle, ProcessEngine(200))
-        async with asyncio.timeout(800):
-            await world.runner_of(played).run_group(world.requests_of(played, [0])[0])
-            links = workers.pool()._links
-            while not all(link.may_play for link in links):  # noqa: ASYNC110 - nobody waits for all of them
-                await asyncio.sleep(0.1)
-        return len(links)
-
-    assert asyncio.run(start()) == 200
-    assert children() == before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -198,12 +197,6 @@ def test_an_environment_that_needs_rank_0_is_refused(kind: Any) -> None:
     env = kind.__new__(kind)
     with pytest.raises(ConfigError, match=f"workers cannot play {kind.__name__}: .*rank 0"):
         vf_workers(env, world.one_turn).of(env)
-
-
-def test_a_path_that_is_no_text_stays_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("/somewhere")])
-    message = vf_workers(world.one_turn(), world.one_turn).load_message()
-    assert message["sys_path"] == sys.path[:-1]
 
 
 def test_an_environment_without_a_factory_is_refused() -> None:

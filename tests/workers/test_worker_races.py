@@ -102,41 +102,6 @@ async def test_a_rollout_that_is_dropped_before_it_has_a_slot_ends(begin_with: A
     assert [link.failure for link in workers.pool()._links] == [None, None]
 
 
-async def test_a_rollout_that_is_dropped_as_it_begins_ends(begin_with: Any) -> None:
-    played, _ = world.workers_of(world.Scripted, world.InLoop(1))
-    runner = world.runner_of(played)
-
-    async def drop(state: vf.State) -> None:
-        runner.deadlines.drop()
-        await asyncio.sleep(3600)
-
-    begin_with(drop)
-    async with asyncio.timeout(20):
-        rollouts = await runner.play(world.requests_of(played, [0])[0])
-    assert all(one.outcome.is_failure for one in rollouts)
-
-
-async def test_a_rollout_that_ends_at_its_deadline_leaves_its_worker_alone_and_nothing_in_it(
-    begin_with: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin_with(nothing)
-    engine = world.InLoop(1)
-    played, workers = world.workers_of(world.Scripted, engine)
-    runner = world.runner_of(played)
-    done = WorkerLink._on_done
-
-    def end_at_deadline(link: WorkerLink, message: Any) -> None:
-        runner.deadlines.drop()
-        done(link, message)
-
-    monkeypatch.setattr(WorkerLink, "_on_done", end_at_deadline)
-    rollouts = await runner.play(world.requests_of(played, [0], size=1)[0])
-    assert [one.outcome.is_failure for one in rollouts] == [True]
-    assert all(link.may_play for link in workers.pool()._links)
-    async with asyncio.timeout(20):
-        await world.until(lambda: not engine.running[0].worker._held)
-
-
 async def both_ready(workers: Any) -> list[WorkerLink]:
     links = workers.pool()._links
     async with asyncio.timeout(20):
@@ -186,20 +151,6 @@ async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any)
     assert loop.outcome is Outcome.COMPLETED
     assert broken.outcome is Outcome.ENVIRONMENT_ERROR
     assert "no dump" in str(broken.failure)
-
-
-async def test_rollouts_that_wait_for_a_slot_end_with_their_environment(begin_with: Any) -> None:
-    world.GivesUp.begun = asyncio.Event()
-
-    async def wait(state: vf.State) -> None:
-        world.GivesUp.begun.set()
-        await asyncio.sleep(3600)
-
-    begin_with(wait)
-    played, _ = world.workers_of(world.GivesUp)
-    async with asyncio.timeout(20):
-        rollouts = await world.runner_of(played, slots=1).play(world.requests_of(played, [0])[0])
-    assert {one.outcome for one in rollouts} == {Outcome.ENVIRONMENT_ERROR}
 
 
 async def test_a_rollout_that_its_environment_gives_up_frees_its_slot_and_costs_no_worker(begin_with: Any) -> None:

@@ -49,15 +49,6 @@ def one_turn() -> vf.Environment:
     return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[agrees, compares], weights=[1.0, 0.5]))
 
 
-def rows() -> list[dict[str, Any]]:
-    return ROWS
-
-
-def idle() -> vf.Environment:
-    """Return an environment whose rows a worker does not make."""
-    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[agrees]))
-
-
 class Dialogue(vf.MultiTurnEnv):
     """Three turns; the user's words depend on the row, and an untrained call makes them."""
 
@@ -211,18 +202,6 @@ class Scripted(vf.SingleTurnEnv):
     async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
         await type(self).act(state)
         return await super().setup_state(state, **kwargs)
-
-
-class GivesUp(Scripted):
-    """Raises when its first rollout has begun."""
-
-    begun = asyncio.Event()
-
-    async def run_rollouts(self, requests: Any, run: Any) -> Any:
-        playing = asyncio.ensure_future(super().run_rollouts(requests, run))
-        await self.begun.wait()
-        playing.cancel()
-        raise LookupError("the whole group")
 
 
 class GivesOneUp(Scripted):
