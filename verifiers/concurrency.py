@@ -168,7 +168,6 @@ class DaemonThreads:
             threading.Thread(target=self._serve, args=(job,), name=f"verifiers-{self.what}", daemon=True).start()
 
     def _next(self) -> _Job | None:
-        """Return the next job, counted as running, or None where there is none or no room."""
         while self._waiting and self._running < self.limit:
             job = self._waiting.popleft()
             if job.result.set_running_or_notify_cancel():

@@ -95,7 +95,6 @@ class Gateway:
         return await self._listener.unix_socket()
 
     async def close(self) -> None:
-        """Stop listening and seal every session."""
         for session in list(self._sessions.values()):
             self._end(session)
         if self._close_listener is not None:

@@ -112,7 +112,6 @@ class Listener:
         return path
 
     async def close(self) -> None:
-        """Stop listening, and close every connection."""
         for server in self._servers:
             server.close()
         if self._runner is not None:

@@ -235,7 +235,6 @@ class Session:
         return [exchange for exchange in self._policy_calls() if exchange.is_delivered]
 
     def is_policy(self, call: AgentCall) -> bool:
-        """Return whether a call's model is the policy."""
         name = call.model
         return name == self.model or name in self.aliases or ("*" in self.aliases and name not in self.helpers)
 
@@ -262,7 +261,6 @@ class Session:
         return messages
 
     def remember_arguments(self, completion: Mapping[str, Any]) -> None:
-        """Keep the arguments of tool calls as the policy wrote them."""
         message = completion["choices"][0].get("message") or {}
         for made in message.get("tool_calls") or ():
             self._argument_texts[made["id"]] = made["function"]["arguments"]

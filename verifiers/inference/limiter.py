@@ -185,7 +185,6 @@ class SubLimiter(Limiter):
 
     @property
     def free_slots(self) -> int | None:
-        """Free slots, in the part and in the whole."""
         free = [slots for slots in (super().free_slots, self.whole.free_slots) if slots is not None]
         return min(free) if free else None
 

@@ -57,7 +57,6 @@ class RetryableError(ProviderError):
         self.empty = empty
 
     def given_up(self, attempts: int) -> ModelError:
-        """Return the error for the caller after so many attempts."""
         text = f"{self} (after {attempts} attempts)" if attempts > 1 else str(self)
         if self.empty:
             return EmptyModelResponseError(text)
@@ -205,7 +204,6 @@ def _number(value: str | None) -> float | None:
 
 
 def status_error(url: str, status: int, text: str, retry_after: float | None) -> Exception:
-    """Return the exception for an answer with an error status."""
     if is_context_overflow(status, text):
         return OverlongPromptError(_server_message(text))
     message = f"{url} answered {status}: {_server_message(text)}"
@@ -232,7 +230,6 @@ def client_error(base_url: str, error: Exception) -> Exception:
 
 
 def _server_message(text: str) -> str:
-    """Return the sentence inside an OpenAI error body, or the start of the body."""
     try:
         error = json.loads(text)
         inner = error.get("error", error) if isinstance(error, dict) else error

@@ -76,7 +76,6 @@ class ServerClient:
 
     @property
     def url(self) -> str:
-        """Base URL of the OpenAI surface, with /v1."""
         return self.root + "/v1"
 
     async def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
@@ -169,12 +168,10 @@ class ServerClient:
 
 
 def log_retry(error: Exception) -> None:
-    """Log a failure that is followed by another try."""
     logger.warning("%s; asking again", error)
 
 
 async def _error_text(response: aiohttp.ClientResponse) -> bytes:
-    """Return the beginning of an error's text, as far as it was received."""
     import aiohttp
 
     try:

@@ -113,7 +113,6 @@ class Replica:
                 call.reschedule(now)
 
     async def pause(self, deadline: float) -> None:
-        """Stop sampling; requests are kept."""
         self.is_paused = True
         await self._post("/pause?mode=keep", deadline)
 
@@ -145,7 +144,6 @@ class Replica:
         self.versions = frozenset({name})
 
     async def resume(self, deadline: float) -> None:
-        """Resume requests."""
         await self._post("/resume", deadline)
         self.is_paused = False
 
@@ -257,7 +255,6 @@ class ServerPool:
 
     @property
     def down(self) -> dict[str, str]:
-        """The reason for each server that is down, by base URL."""
         return {replica.url: replica.down for replica in self.replicas if replica.down is not None}
 
     @property
@@ -305,11 +302,9 @@ class ServerPool:
         return SessionAffinity(self, group)
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        """Make one call as `Backend.call` does."""
         return await self.for_rollout().call(path, arguments)
 
     async def close(self) -> None:
-        """End the checks, and close every backend."""
         if self._loop is asyncio.get_running_loop():
             for task in (self._watching, *(replica.check for replica in self.replicas)):
                 if task is not None:
@@ -406,7 +401,6 @@ class ServerPool:
     # -- which servers are up -----------------------------------------------------------------------------------
 
     def _begin_on_loop(self) -> None:
-        """Make what belongs to one event loop."""
         self._updating = asyncio.Lock()
         self._went_down, self._came_up = asyncio.Event(), asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -440,7 +434,6 @@ class ServerPool:
             self._came_up.set()
 
     def _watch(self) -> None:
-        """Begin to check the servers, where that does not run."""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._check_all())
 
@@ -455,7 +448,6 @@ class ServerPool:
                 self._check(replica)
 
     def _check(self, replica: Replica) -> asyncio.Task[None]:
-        """Begin to check a server, or join the check that runs."""
         if replica.check is None or replica.check.done():
             replica.check = asyncio.create_task(self._checked(replica))
         return replica.check
@@ -651,7 +643,6 @@ class ServerPool:
         return self._thread
 
     def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the pool's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.thread().loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
@@ -701,7 +692,6 @@ Stage = Callable[[Replica, float], Awaitable[None]]
 
 
 def _stages(update: WeightUpdate) -> tuple[Stage, Stage, Stage]:
-    """Return what a server goes through to get weights."""
     return Replica.pause, functools.partial(Replica.load, update=update), Replica.resume
 
 

@@ -144,7 +144,6 @@ class TokenIn:
             logger.info("%s", text)
 
     async def _why_not(self) -> str | None:
-        """Return the reason why turns cannot be sent as token ids, or None where they can."""
         path = TOKENIZE
         try:
             await self.renderer.check()
@@ -264,7 +263,6 @@ class TurnRenderer:
         return ids
 
     async def _end_of_turn(self, options: Mapping[str, Any]) -> int:
-        """Return the id that ends the policy's turns, where it is always the same one."""
         key = _key(options)
         if key not in self._end:
             async with self._checking:
@@ -390,7 +388,6 @@ class ChatCall:
     context: str
 
     def generate_body(self, ids: list[int]) -> dict[str, Any]:
-        """Return the body of /inference/v1/generate for the prompt's ids."""
         return {**self.request_options, "model": self.model, "token_ids": ids, "sampling_params": self.sampling}
 
 
@@ -455,8 +452,6 @@ def _call_key(call: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An answer of the policy and everything before it."""
-
     keys: list[tuple[Any, ...]]
     context: str
     prompt_ids: Sequence[int]

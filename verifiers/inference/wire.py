@@ -127,7 +127,6 @@ def refuse_biased_call(trained_at: float, assumed: Sequence[Mapping[str, Any]], 
 
 
 def unless_neutral(name: str, fields: Mapping[str, Any]) -> Any:
-    """Return an argument, or None where it changes nothing."""
     value = fields.get(name)
     return None if value in NEUTRAL[name] else value
 

@@ -125,7 +125,6 @@ class AsyncBatchGenerator:
         return self
 
     def _loop_thread(self) -> LoopThread:
-        """Return the event loop of the rollout servers' pool, else one of the generator's own."""
         if isinstance(self._backend, ServerPool):
             thread = self._backend.thread()
             thread.failed = self._fail
@@ -213,7 +212,7 @@ class AsyncBatchGenerator:
             return self._wait_for(block_id, first, timeout_s)
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until no rollout of any submitted block is running or waiting to begin; the blocks stay to be taken."""
+        """Wait until no rollout of a submitted block runs or waits to begin; the blocks stay to be taken."""
         with self._changed:
             while self._pending:
                 oldest = next(iter(self._pending))
@@ -371,7 +370,6 @@ class AsyncBatchGenerator:
 
 
 def _fields_given(env: Any, sampling_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the fields that sampling arguments put into a call's body, for each environment of a group."""
     extra = dict(sampling_args.get("extra_body") or {})
     given: list[Mapping[str, Any]] = []
     for member in getattr(env, "envs", None) or ():

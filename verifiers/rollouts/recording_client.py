@@ -83,14 +83,11 @@ class PromptIds(Sequence[int]):
 
 
 class _GrowingIds:
-    """The newest prompt and answer of a rollout, which the next prompt nearly always continues."""
-
     def __init__(self) -> None:
         self._newest: tuple[PromptIds, array[int]] | None = None
         self._ids = array("q")
 
     def append(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[PromptIds, array[int]]:
-        """Return a call's prompt and answer as they are held."""
         prompt, completion = array("q", prompt_ids), array("q", completion_ids)
         held = len(self._ids)
         continues = self._newest is not None and prompt[:held] == self._ids
@@ -236,7 +233,6 @@ class RolloutClient:
 
     @property
     def turns(self) -> list[Turn]:
-        """The answers with token ids."""
         return [answer.turn for answer in self.answers if answer.turn is not None]
 
     @property
@@ -246,13 +242,11 @@ class RolloutClient:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all trained calls."""
         used = [answer.usage for answer in self.answers]
         return Usage(_total([one.prompt_tokens for one in used]), _total([one.completion_tokens for one in used]))
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the newest trained call."""
         return self.answers[-1].finish_reason if self.answers else None
 
     @property
@@ -410,7 +404,6 @@ class RolloutClient:
         return arguments
 
     def _turn(self, tokens: SampledTokens, version_before: int) -> Turn | None:
-        """Return the turn of an answer, None where the server did not send its tokens."""
         if tokens.prompt_ids is None or tokens.completion_ids is None or tokens.logprobs is None:
             return None
         versions, all_reported = _versions(tokens.versions, len(tokens.completion_ids), version_before)
@@ -422,7 +415,6 @@ class RolloutClient:
 
 
 def _total(counts: list[int | None]) -> int | None:
-    """Return the sum; None where a count is unknown."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 

@@ -146,7 +146,6 @@ class Rollout:
         return self.outcome is Outcome.TRUNCATED
 
     def take_score(self, score: RolloutScore) -> None:
-        """Take a score over; a failed grade makes this a `grading_error`."""
         if score.errors:
             failed = score.errors[0]
             self.outcome = Outcome.GRADING_ERROR
@@ -212,5 +211,4 @@ def most_often(commonest: tuple[str, int] | None) -> str:
 
 
 def failure_from(error: BaseException) -> Failure:
-    """Return an exception as a failure."""
     return Failure(type(error).__name__, str(error) or repr(error), exception=error)

@@ -76,7 +76,6 @@ class RolloutActivity:
         self._sums = [0.0, 0.0, 0.0, 0.0]
 
     def change(self, *, queued: int = 0, running: int = 0, scoring: int = 0) -> None:
-        """Add to the counts; negative numbers take away."""
         with self._lock:
             self._add_elapsed()
             self.queued += queued
@@ -85,7 +84,6 @@ class RolloutActivity:
             self._most_running = max(self._most_running, self.running)
 
     def read(self) -> ActivityReading:
-        """Return the sums up to now."""
         with self._lock:
             self._add_elapsed()
             return ActivityReading(*self._sums)
@@ -424,7 +422,6 @@ def begin_state(request: RolloutRequest, client: Any, model: str, sampling_args:
 
 
 def _failed(error: BaseException, client: RolloutClient) -> tuple[Outcome, Failure]:
-    """Return an exception as the outcome of the rollout that it ended."""
     is_policys = blames_policy(error, client)
     return Outcome.PROVIDER_ERROR if is_policys else Outcome.ENVIRONMENT_ERROR, failure_from(error)
 
@@ -477,7 +474,6 @@ def _own_copy(value: Any) -> Any:
 
 
 def _unplayed(request: RolloutRequest, error: BaseException) -> Rollout:
-    """Return the rollout of a request whose environment failed beside its rollouts."""
     completion: Any = "" if isinstance(request.prompt, str) else []
     row = (request.prompt, completion, request.answer, request.task, request.info)
     return Rollout(request.key, Outcome.ENVIRONMENT_ERROR, *row, failure=failure_from(error))

@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m verifiers.testing",
         description="A fake OpenAI endpoint on 127.0.0.1, without a model: it answers what it is told to.",

@@ -71,7 +71,6 @@ class FakeClient:
         self.chat = _FakeChat(_FakeCreate(self._call, "/v1/chat/completions"))
 
     def with_options(self, **_: Any) -> FakeClient:
-        """Return the same client."""
         return self
 
     copy = with_options

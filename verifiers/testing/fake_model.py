@@ -67,7 +67,6 @@ class FakeEndpoint:
                 self._lengths.add(len(prompt))
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a chat or a completion."""
         # a module for tests, which nothing else of the package needs
         from verifiers.testing.script import response_body
 
@@ -96,7 +95,6 @@ class FakeEndpoint:
         return _readable(answer, self._parser_of(task))
 
     def _known(self, asked: Any) -> bytes:
-        """Return the key of the prompt that a conversation began with."""
         if isinstance(asked, list):
             for length in sorted(self._lengths, reverse=True):
                 key = _key(asked[:length])
@@ -140,7 +138,6 @@ def answer_as_judge(body: Mapping[str, Any], seed: int = 0) -> str:
 
 
 def _rubrics_of(env: Any) -> Iterator[Any]:
-    """Yield the rubrics of an environment, and those inside of groups."""
     waiting = [env]
     while waiting:
         one = waiting.pop()

@@ -111,12 +111,10 @@ class Fault:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer that are not about its body."""
         return {} if self.retry_after is None else {"Retry-After": f"{self.retry_after}"}
 
     @property
     def text(self) -> str:
-        """The body of the answer."""
         if isinstance(self.body, str):
             return self.body
         body = self.body
@@ -183,7 +181,6 @@ class RecordedRequest:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The chat's messages; empty for other requests."""
         return list(self.body.get("messages") or ())
 
 

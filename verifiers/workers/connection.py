@@ -69,7 +69,6 @@ class Connection(asyncio.Protocol):
             await asyncio.sleep(0)
 
     def abort(self) -> None:
-        """Close the socket without sending what is left; `on_lost` is called."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -141,7 +140,6 @@ class _RemoteTraceback(Exception):
 
 
 def failure_data(error: BaseException) -> Message:
-    """Return an exception as a message."""
     data: Message = {"kind": type(error).__name__, "text": str(error) or repr(error)}
     if isinstance(error, errors.ProviderError):
         data |= {"status": error.status, "body": error.body}

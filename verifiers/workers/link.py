@@ -25,9 +25,7 @@ Message = Mapping[str, Any]
 class RunningWorker(Protocol):
     """A started process or actor."""
 
-    def kill(self) -> None:
-        """End it at once, whatever it does."""
-        ...
+    def kill(self) -> None: ...
 
     async def wait(self) -> str:
         """Wait for its end and return the reason, for the end of a sentence."""
@@ -90,7 +88,6 @@ class WorkerLink:
     # -- for the pool ---------------------------------------------------------------------------------------------
 
     def take(self, group: Group) -> None:
-        """Count a rollout that will be played here."""
         self.in_play += 1
         self.groups[group] += 1
 
@@ -175,7 +172,6 @@ class WorkerLink:
             self._cancel("play", number)
 
     def lose(self, reason: str) -> None:
-        """End everything that is under way here."""
         error = RolloutWorkerError(f"worker {self.number} {reason}")
         for task in self._calls.values():
             task.cancel()
@@ -245,7 +241,6 @@ class WorkerLink:
             self.connection.send({"op": "answer", "call": number, "error": failure_data(over)})
 
     async def _call(self, played: _Played, message: Message) -> None:
-        """Make a call of the model and send its answer."""
         client = played.client if message["trained"] else played.client.untrained
         try:
             response, recorded = await client.call(message["path"], message["arguments"])

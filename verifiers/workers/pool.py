@@ -39,7 +39,6 @@ class InlineWorkers:
     """The event loop beside the trainer: each environment plays its own rollouts."""
 
     def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment itself."""
         return env
 
 
@@ -67,9 +66,7 @@ class WorkerEngine(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Give back what the workers have shared."""
-        ...
+    async def close(self) -> None: ...
 
 
 class RemoteWorkers:
@@ -123,7 +120,6 @@ class RemoteWorkers:
         )
 
     def load_message(self) -> dict[str, Any]:
-        """Return the first message to a worker."""
         levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("root", "verifiers")}
         return {
             "op": "load", "factories": self._factories, "levels": levels,
@@ -277,8 +273,6 @@ class _RemoteRubric:
 
 
 class _Pool:
-    """The workers of one event loop."""
-
     def __init__(self, workers: RemoteWorkers, engine: WorkerEngine) -> None:
         self._workers, self._engine = workers, engine
         self._links: list[WorkerLink] = []

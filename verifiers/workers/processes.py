@@ -32,17 +32,13 @@ _POLL_S = 0.02
 
 
 class ProcessEngine:
-    """An engine that starts workers as processes."""
-
     def __init__(self, count: int) -> None:
         self._count = count
 
     async def open(self) -> int:
-        """Return the number of workers."""
         return self._count
 
     async def start(self, link: WorkerLink) -> _Process:
-        """Start a process and connect it to its link."""
         path = [each for each in sys.path if isinstance(each, str)]
         ours, theirs = socket.socketpair()
         ours.setblocking(False)

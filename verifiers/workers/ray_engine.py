@@ -160,7 +160,6 @@ class RayEngine:
         return worker
 
     async def _placed(self, actor: Any) -> dict[str, str]:
-        """Wait until an actor runs and return its node and versions."""
         from ray.exceptions import ActorUnavailableError
 
         try:
@@ -186,7 +185,6 @@ class RayEngine:
             ray.kill(actor)
 
     async def close(self) -> None:
-        """End the actors and leave the cluster."""
         for number in list(self._actors):
             self._end_actor(number)
         if self._server is not None:
@@ -239,7 +237,6 @@ class _RayWorker:
         self._is_killed = False
 
     def watch(self, call: Any) -> None:
-        """Watch for the end of the call that serves, an ObjectRef."""
         # no task, which the end of the event loop would cancel before the worker has ended
         self.ended = asyncio.wrap_future(call.future())
         self.ended.add_done_callback(self._note_end)
@@ -310,8 +307,6 @@ class _Arrival(asyncio.Protocol):
 
 
 class RolloutActor:
-    """The process of a worker, on a node of the cluster."""
-
     async def describe(self) -> dict[str, str]:
         import ray.util
 

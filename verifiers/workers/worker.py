@@ -40,8 +40,6 @@ _ONE_TRY = RetryPolicy(max_attempts=1)
 
 
 class ModelCalls:
-    """The calls of the model that a worker has under way."""
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._numbers = itertools.count()
@@ -71,7 +69,6 @@ class ModelCalls:
             del self._waiting[number]
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Take rank 0's answer to a call."""
         waiting = self._waiting.get(message["call"])
         if waiting is None or waiting.done():
             return
@@ -81,7 +78,6 @@ class ModelCalls:
             waiting.set_result(message["response"])
 
     def forget(self, rollout: int, number: int) -> None:
-        """Take the answer of a call out of the rollout's trace."""
         self._connection.send({"op": "forget_answer", "rollout": rollout, "call": number})
 
 
@@ -176,7 +172,6 @@ class RolloutWorker:
         await self.connection.close()
 
     def environment(self, index: int) -> Any:
-        """Return the environment of a factory, made once."""
         env = self._envs.get(index)
         if env is None:
             env = self._envs[index] = self._factories[index]()
