@@ -312,7 +312,7 @@ class RolloutClient:
         if sampled is None:
             sampled = await self._sample(path, arguments)
         response, tokens = sampled.response, sampled.tokens
-        if not getattr(response, "choices", None):
+        if tokens is None and not getattr(response, "choices", None):
             raise EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
         self.last_error = None
         if tokens is None:
@@ -322,14 +322,14 @@ class RolloutClient:
         if recorded.turn is None:
             return response, recorded
         answer = plain_data(response)
-        if self._tokens is not None and call is not None:
-            message = answer["choices"][0].get("message") or {}
-            self._tokens.hold(call, message, recorded.turn.prompt_ids, recorded.turn.completion_ids)
         if isinstance(response, WireObject):
             # held once, in the trace: the prompts of a long rollout add up to many times its tokens
             lean = without_tokens(answer, given)
             if lean is not answer:
-                return RecordedResponse(lean, recorded.turn), recorded
+                response = RecordedResponse(lean, recorded.turn)
+        if self._tokens is not None and call is not None:
+            message = answer["choices"][0].get("message") or {}
+            self._tokens.hold(call, message, recorded.turn.prompt_ids, recorded.turn.completion_ids)
         return response, recorded
 
     async def _sample_by_ids(self, turns: TokenTurns, call: ChatCall, ids: list[int]) -> _Sampled | None:

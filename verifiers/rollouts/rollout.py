@@ -8,7 +8,7 @@ from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, RolloutScore, State, Timing, Usage
+from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
 
 STRAGGLER = "Straggler"
 """`Failure.kind` of a rollout that was dropped because its block was wanted."""
@@ -144,15 +144,6 @@ class Rollout:
     @property
     def is_truncated(self) -> bool:
         return self.outcome is Outcome.TRUNCATED
-
-    def take_score(self, score: RolloutScore) -> None:
-        if score.errors:
-            failed = score.errors[0]
-            self.outcome = Outcome.GRADING_ERROR
-            self.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
-            return
-        self.reward, self.metrics = score.reward, score.metrics
-        self.advantage = self.state.get("advantage")
 
 
 @dataclass(slots=True)

@@ -314,7 +314,7 @@ class Run:
             if failure is not None:
                 rollout.outcome, rollout.failure = outcome, failure
             else:
-                rollout.take_score(scores[index])
+                take_score(rollout, scores[index])
 
 
 # -- one rollout ---------------------------------------------------------------------------------------------------
@@ -471,6 +471,17 @@ def _own_copy(value: Any) -> Any:
     if kind is list:
         return [_own_copy(item) for item in value]
     return copy.deepcopy(value)
+
+
+def take_score(rollout: Rollout, score: RolloutScore) -> None:
+    """Give a rollout its score; a failed grade makes it a `grading_error`."""
+    if score["errors"]:
+        failed = score["errors"][0]
+        rollout.outcome = Outcome.GRADING_ERROR
+        rollout.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
+        return
+    rollout.reward, rollout.metrics = score["reward"], score["metrics"]
+    rollout.advantage = rollout.state.get("advantage")
 
 
 def _unplayed(request: RolloutRequest, error: BaseException) -> Rollout:
