@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from verifiers.chat_messages import MOST_CHARACTERS, as_text, messages_of
 from verifiers.evals.summary import summarize
+from verifiers.notebook import MOST_CHARACTERS, as_text, messages_of
 from verifiers.reports.evaluation_data import (
     columns_of,
     difference_of,

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from verifiers.chat_messages import as_text, messages_of
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
 from verifiers.evals.store import metrics_of
 from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
+from verifiers.notebook import as_text, messages_of
 from verifiers.reports.page import json_text
 
 __all__ = [

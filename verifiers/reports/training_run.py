@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers.chat_messages import finite
 from verifiers.errors import ConfigError
 from verifiers.evals.json_lines import parse_row
 from verifiers.evals.store import RESULTS, iter_rows
@@ -20,6 +19,7 @@ from verifiers.monitoring.history import History, eval_set_label, read_history
 from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, RUN, SAMPLES, read_lines, read_run, shown_messages
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.monitoring.time_metrics import RunTime
+from verifiers.notebook import finite
 from verifiers.reports.page import TRAINING_SCRIPTS, page_text, write_page
 from verifiers.reports.training_charts import STAGE_COLOURS, chart_sections, marked_steps, step_span
 

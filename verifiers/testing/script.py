@@ -277,21 +277,21 @@ def response_body(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
+class _SampledText:
     ids: list[int]
     message: dict[str, Any]
     finish_reason: str
 
 
-def _sample(answer: str | dict[str, Any], body: Mapping[str, Any]) -> _Sampled:
+def _sample(answer: str | dict[str, Any], body: Mapping[str, Any]) -> _SampledText:
     message = _as_message(answer)
     finish_reason = message.pop("finish_reason", None)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     ids = [*encode_text(message_text(message)), END_ID]
     if limit is not None and len(ids) > limit:
         cut = ids[:limit]
-        return _Sampled(cut, {"role": "assistant", "content": decode_ids(cut)}, "length")
-    return _Sampled(ids, message, finish_reason or ("tool_calls" if message.get("tool_calls") else "stop"))
+        return _SampledText(cut, {"role": "assistant", "content": decode_ids(cut)}, "length")
+    return _SampledText(ids, message, finish_reason or ("tool_calls" if message.get("tool_calls") else "stop"))
 
 
 def _as_message(answer: str | dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _tool_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _choice(
-    index: int, sampled: _Sampled, body: Mapping[str, Any], prompt: list[int], token_ids: bool, version: int | str
+    index: int, sampled: _SampledText, body: Mapping[str, Any], prompt: list[int], token_ids: bool, version: int | str
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": sampled.finish_reason, "logprobs": None}
     if "messages" in body:
