@@ -65,6 +65,26 @@ def keys(groups: Sequence[Group]) -> list[tuple[int, int]]:
     return [(rollout.key.example_id, rollout.key.generation) for group in groups for rollout in group.rollouts]
 
 
+@pytest.mark.parametrize(
+    ("planned", "replacements", "message"),
+    [
+        ([], [], "batch 0 has no rollouts"),
+        ([(0, 0), (0, 1), (1, 0)], [], r"groups of \[1, 2\] rollouts; give each prompt as many"),
+        ([(0, 0), (0, 1)], [(1, 0)], r"groups of \[1, 2\] rollouts"),
+        ([(0, 0), (1, 0), (0, 1)], [], "rollouts of example_id 0 do not stand together"),
+        ([(0, 0), (0, 0)], [], "rollouts of example_id 0 do not stand together"),
+    ],
+)
+def test_rollouts_that_make_no_block_are_refused(
+    planned: list[tuple[int, int]], replacements: list[tuple[int, int]], message: str
+) -> None:
+    def rollouts(keys: list[tuple[int, int]]) -> list[RolloutRequest]:
+        return [RolloutRequest(RolloutKey(0, example, generation), "a") for example, generation in keys]
+
+    with pytest.raises(ConfigError, match=message):
+        BatchRequest(0, rollouts(planned), replacements=rollouts(replacements))
+
+
 # -- retries ----------------------------------------------------------------------------------------------------
 
 
