@@ -283,11 +283,7 @@ async def _start_for(loop: asyncio.AbstractEventLoop) -> Gateway:
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes = b"", *, ends: bool = True) -> None:
-    """Write to an agent until the kernel has everything; one that reads nothing for long loses its connection.
-
-    Raises:
-        ConnectionError: the connection is gone.
-    """
+    """Write to an agent until the kernel has everything; one that reads nothing for long loses its connection."""
     transport = request.transport
     if transport is None:
         raise ConnectionResetError

@@ -381,11 +381,6 @@ class ServerPool:
         return answer
 
     async def _refuse_unpushed(self, replica: Replica, answer: Any, sent_at: float) -> None:
-        """Refuse an answer from weights that were never pushed.
-
-        Raises:
-            RetryableError: the answer names such weights; the server is down.
-        """
         answer = plain_data(answer)
         spans = sampled_tokens(answer).versions if answer.get("choices") else ()
         names = [span.get("version") for span in spans if isinstance(span, Mapping)]
@@ -472,9 +467,6 @@ class ServerPool:
 
         A restart shows in the version: pushed versions are numbers, and a server that was just started calls its
         weights something else.
-
-        Raises:
-            WeightSyncError: it refused.
         """
         update, began = self._current, time.monotonic()
         if update is None or (replica.down is not None and not await self._answers(replica)):

@@ -19,6 +19,7 @@ work is that of the new turns, and nothing that was sampled is rendered again. T
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -252,7 +253,9 @@ class TurnRenderer:
             raise CannotRenderTurnError(
                 "the template leaves out the policy's newest answer, so nothing can follow it"
             )
-        ids = one[len(one) - _alike_at_the_end(one, two) :]
+        from_the_end = zip(reversed(one), reversed(two), strict=False)
+        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], from_the_end))
+        ids = one[len(one) - alike :]
         if calls and end is not None:
             # the calls were sampled, and stand between the content and the end of the turn
             if end not in ids:
@@ -322,15 +325,6 @@ def _stand_in_calls(answer: Message) -> dict[str, Any]:
         function = {"name": name if _PLAIN_NAME.match(name) else "f", "arguments": "{}"}
         stand_ins.append({"id": str(call["id"]), "type": "function", "function": function})
     return {"tool_calls": stand_ins}
-
-
-def _alike_at_the_end(one: Sequence[int], two: Sequence[int]) -> int:
-    count = 0
-    for first, second in zip(reversed(one), reversed(two), strict=False):
-        if first != second:
-            break
-        count += 1
-    return count
 
 
 def _key(value: Any) -> str:

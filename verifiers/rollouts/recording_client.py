@@ -141,12 +141,7 @@ class _Chat:
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """What a successful try gave.
-
-    Attributes:
-        tokens: None for a test double that gives no plain data.
-        version: of the policy, when the try began.
-    """
+    """What a successful try gave; no tokens for a test double without plain data, the version when it began."""
 
     response: Any
     tokens: SampledTokens | None

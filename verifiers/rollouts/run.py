@@ -432,11 +432,7 @@ def blames_policy(error: BaseException, client: RolloutClient) -> bool:
 
 
 def _outcome_of(state: State, client: RolloutClient) -> tuple[Outcome, Failure | None]:
-    """Return the outcome of a rollout that came to its end, by what its client recorded and its state holds.
-
-    Raises:
-        ConfigError, NoMoreSlotsError: the environment swallowed it.
-    """
+    """Return the outcome of a rollout that came to its end; raise the fatal error that its environment swallowed."""
     policy_error, stored = client.fatal_error or client.last_error, state.get("error")
     if isinstance(policy_error, FATAL_ERRORS):
         raise policy_error

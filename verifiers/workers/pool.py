@@ -182,11 +182,7 @@ class _Players:
 
     @asynccontextmanager
     async def player(self, env: Any, request: RolloutRequest, limiter: Limiter) -> AsyncIterator[_Player]:
-        """Give a player for a rollout of this environment, or of one in its group, once a worker has room.
-
-        Raises:
-            RolloutWorkerError: too many workers died under the rollout.
-        """
+        """Give a player for a rollout of this environment, or of one in its group, once a worker has room."""
         if request.lost_workers >= _MOST_LOST_WORKERS:
             raise RolloutWorkerError(f"{_MOST_LOST_WORKERS} workers died under this rollout; it is not played again")
         path = _path_to(self._env, env)
@@ -256,12 +252,6 @@ class _RemoteRubric:
         return module.partition(".")[0] != "verifiers" or bool(self._rubric.has_group_funcs)
 
     async def score_group(self, states: Sequence[State]) -> list[RolloutScore]:
-        """Score the rollouts of one group.
-
-        Raises:
-            RolloutWorkerError: a worker that held some of them has died.
-            Exception: what the rubric raised.
-        """
         if len({state.held and state.held[0] for state in states}) > 1:
             # those that were played again are in another worker
             for state in states:
