@@ -109,16 +109,6 @@ def test_an_unknown_way_is_refused_and_evaluation_stays_with_messages() -> None:
 # -- routes that fail ------------------------------------------------------------------------------------------------
 
 
-async def test_many_rollouts_at_once_ask_the_server_once_what_it_offers() -> None:
-    async with TokenServer(thinks, strips) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        token_in = TokenIn(backend, "m", retry=NO_WAIT)
-        await asyncio.gather(*(play(server, "auto", token_in=token_in) for _ in range(20)))
-        await backend.close()
-    asked = [body for body in server.sent("/inference/v1/generate") if "seed" not in body["sampling_params"]]
-    assert len(asked) == 1
-
-
 class Failing:
     """A backend with one route that fails with a status, or cannot be reached (None)."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -153,22 +152,6 @@ async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any)
     assert "no dump" in str(broken.failure)
 
 
-async def test_a_rollout_that_its_environment_gives_up_frees_its_slot_and_costs_no_worker(begin_with: Any) -> None:
-    async def wait_at_first(state: vf.State) -> None:
-        if world.GivesOneUp.gives_up:
-            await asyncio.sleep(3600)
-
-    begin_with(wait_at_first)
-    played, workers = world.workers_of(world.GivesOneUp)
-    runner = world.runner_of(played, slots=1)
-    async with asyncio.timeout(20):
-        rollouts = await runner.play(world.requests_of(played, [0], size=3)[0])
-    assert [one.outcome for one in rollouts] == [Outcome.COMPLETED] * 3
-    links = workers.pool()._links
-    assert runner.limiter.in_flight == 0
-    assert not any(link.lost.done() for link in links)
-
-
 @pytest.mark.parametrize("what", ["image", "tool"])
 async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -> None:
     def refuse(sent: Any) -> None:
@@ -180,25 +163,6 @@ async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -
     group = await runner.run_group(world.requests_of(played, [0])[0])
     assert {one.outcome for one in group.rollouts} == {Outcome.COMPLETED}
     assert [one.turns for one in group.rollouts] == [1, 1]
-
-
-class Refusing(world.Model):
-    """A model that no call of this environment suits."""
-
-    async def call(self, path: str, arguments: Any) -> Any:
-        raise ConfigError("this model takes no such call")
-
-
-async def test_what_every_rollout_in_a_worker_would_meet_ends_the_run(begin_with: Any) -> None:
-    async def swallow(state: vf.State) -> None:
-        with contextlib.suppress(Exception):
-            await ask(state, "something")
-
-    begin_with(swallow)
-    played, _ = world.workers_of(world.Scripted)
-    runner = world.runner_of(played, Refusing(), require_tokens=True)
-    with pytest.raises(ConfigError, match="no such call"):
-        await runner.run_group(world.requests_of(played, [0])[0])
 
 
 async def test_a_worker_whose_connection_is_lost_gets_no_group() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -202,23 +201,6 @@ class Scripted(vf.SingleTurnEnv):
     async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
         await type(self).act(state)
         return await super().setup_state(state, **kwargs)
-
-
-class GivesOneUp(Scripted):
-    """Plays its rollouts one after the other, after it gave the first up twice."""
-
-    gives_up = False
-
-    async def run_rollouts(self, requests: Any, run: Any) -> Any:
-        def play(index: int) -> Any:
-            return super(GivesOneUp, self).run_rollouts(requests[index : index + 1], run)
-
-        type(self).gives_up = True
-        for _ in range(2):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(play(0), 0.3)
-        type(self).gives_up = False
-        return [rollout for index in range(len(requests)) for rollout in await play(index)]
 
 
 FAULTS = (
