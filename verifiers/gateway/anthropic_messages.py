@@ -16,6 +16,7 @@ from verifiers.gateway.calls import (
     SAMPLING_ARGUMENTS,
     AgentCall,
     RefusedCallError,
+    function_call,
     joined_text,
     named_event,
     reasoning_of,
@@ -191,9 +192,7 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
             thinking += block["thinking"]
         elif kind == "tool_use":
             arguments = session.arguments_text(block["id"], json.dumps(block["input"], ensure_ascii=False))
-            calls.append(
-                {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
-            )
+            calls.append(function_call(block["id"], block["name"], arguments))
         elif kind == "tool_result":
             output = joined_text(block.get("content") or "", ("text",))
             if not isinstance(output, str):

@@ -15,6 +15,7 @@ from verifiers.gateway.calls import (
     SAMPLING_ARGUMENTS,
     AgentCall,
     RefusedCallError,
+    function_call,
     joined_text,
     named_event,
     openai_error,
@@ -215,8 +216,7 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
             if not (messages and messages[-1]["role"] == "assistant"):
                 messages.append({"role": "assistant", "content": ""})
             arguments = session.arguments_text(item["call_id"], item["arguments"])
-            function = {"name": item["name"], "arguments": arguments}
-            made = {"id": item["call_id"], "type": "function", "function": function}
+            made = function_call(item["call_id"], item["name"], arguments)
             messages[-1].setdefault("tool_calls", []).append(made)
         elif kind == "function_call_output":
             output = joined_text(item["output"], _TEXT)

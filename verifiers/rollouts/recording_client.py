@@ -12,7 +12,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError, ProviderError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, GENERATE, Backend
@@ -71,11 +71,7 @@ class PromptIds(Sequence[int]):
             before = prompt._before
         return itertools.chain.from_iterable(reversed(parts))
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def __eq__(self, other: object) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from verifiers.errors import ConfigError
@@ -67,8 +67,9 @@ class FakeClient:
         self.in_flight = 0
         self.max_in_flight = 0
         self.closed = False
-        self.completions = _FakeCreate(self._call, "/v1/completions")
-        self.chat = _FakeChat(_FakeCreate(self._call, "/v1/chat/completions"))
+        self.completions = SimpleNamespace(create=functools.partial(self._call, "/v1/completions"))
+        chats = SimpleNamespace(create=functools.partial(self._call, "/v1/chat/completions"))
+        self.chat = SimpleNamespace(completions=chats)
 
     def with_options(self, **_: Any) -> FakeClient:
         return self
@@ -86,7 +87,7 @@ class FakeClient:
     ) -> None:
         await self.close()
 
-    async def _call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call(self, path: str, **arguments: Any) -> Any:
         body = request_body(arguments)
         if body.get("stream"):
             raise ConfigError("the fake client does not stream; leave stream out.")
@@ -115,20 +116,6 @@ class FakeClient:
                 token_ids=self._token_ids,
             )
         )
-
-
-class _FakeCreate:
-    def __init__(self, call: Callable[[str, Mapping[str, Any]], Any], path: str) -> None:
-        self._call = call
-        self._path = path
-
-    async def create(self, **arguments: Any) -> Any:
-        return await self._call(self._path, arguments)
-
-
-class _FakeChat:
-    def __init__(self, completions: _FakeCreate) -> None:
-        self.completions = completions
 
 
 async def _fail(fault: Fault, base_url: str, timeout_s: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -89,25 +90,26 @@ class WorkerSettings(BaseModel):
 
         if self.engine == "inline":
             return InlineWorkers()
-        return RemoteWorkers(self._engine_maker(), factories, multiplex=self.multiplex, blocked_s=blocked_s)
-
-    def _engine_maker(self) -> Callable[[], WorkerEngine]:
+        make_engine: Callable[[], WorkerEngine]
         if self.engine == "processes":
             from verifiers.workers.processes import ProcessEngine
 
-            return lambda: ProcessEngine(self.workers)
-        if importlib.util.find_spec("ray") is None:
+            make_engine = functools.partial(ProcessEngine, self.workers)
+        elif importlib.util.find_spec("ray") is None:
             raise ConfigError(f"workers of engine 'ray' need Ray; {install_hint('ray')}.")
-        from verifiers.workers.ray_engine import RayEngine
+        else:
+            from verifiers.workers.ray_engine import RayEngine
 
-        return lambda: RayEngine(
-            self.count,
-            address=self.address,
-            cpus=self.cpus,
-            resources=self.resources,
-            joins_s=self.start_timeout,
-            multiplex=self.multiplex,
-        )
+            make_engine = functools.partial(
+                RayEngine,
+                self.count,
+                address=self.address,
+                cpus=self.cpus,
+                resources=self.resources,
+                joins_s=self.start_timeout,
+                multiplex=self.multiplex,
+            )
+        return RemoteWorkers(make_engine, factories, multiplex=self.multiplex, blocked_s=blocked_s)
 
     @property
     def workers(self) -> int:
