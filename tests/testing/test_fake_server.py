@@ -12,13 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
 from verifiers.errors import ConfigError, DeadlineError
-from verifiers.rollouts.recording_client import rows_from_turns
-from verifiers.rollouts.rollout import Turn
 from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
 from verifiers.testing.script import END_ID
 
@@ -57,48 +54,6 @@ async def test_the_openai_client_gets_a_whole_chat_completion() -> None:
     assert request.messages == USER
     assert request.headers["authorization"] == "Bearer secret"
     assert request.body["max_tokens"] == 50
-
-
-async def test_the_openai_client_gets_completions_for_several_prompts_and_samples() -> None:
-    async with FakeOpenAIServer(["a", "b", "c", "d"]) as server, sdk(server) as client:
-        answer = await client.completions.create(
-            model="m", prompt=["x", "yz"], n=2, logprobs=0, extra_body={"return_token_ids": True}
-        )
-    assert [choice.text for choice in answer.choices] == ["a", "b", "c", "d"]
-    extra = [choice.model_extra or {} for choice in answer.choices]
-    assert [decode_ids(fields["prompt_token_ids"]) for fields in extra] == ["x", "x", "yz", "yz"]
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert len(logprobs.token_logprobs or []) == 2
-
-
-async def test_turns_extend_one_another_through_tool_calls_and_reasoning() -> None:
-    calls = [{"name": "add", "arguments": {"a": 2, "b": 2}}]
-    script = [{"reasoning_content": "sum", "tool_calls": calls}, "It is 4."]
-    messages: list[Any] = list(USER)
-    turns = []
-    async with FakeOpenAIServer(script, weight_version=3) as server, sdk(server) as client:
-        for _ in script:
-            answer = await client.chat.completions.create(model="m", messages=messages, **TOKENS)
-            choice, extra = answer.choices[0], answer.choices[0].model_extra or {}
-            entries = choice.logprobs.content if choice.logprobs else None
-            assert extra["weight_versions"] == [{"version": "3", "start": 0, "end": len(extra["token_ids"])}]
-            turns.append(
-                Turn(
-                    prompt_ids=(answer.model_extra or {})["prompt_token_ids"],
-                    completion_ids=extra["token_ids"],
-                    logprobs=[entry.logprob for entry in entries or []],
-                    versions=[3] * len(extra["token_ids"]),
-                    finish_reason=choice.finish_reason,
-                )
-            )
-            messages = [*messages, choice.message.model_dump(exclude_none=True)]
-            for call in choice.message.tool_calls or []:
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": "4"})
-    assert [turn.finish_reason for turn in turns] == ["tool_calls", "stop"]
-    rows, forks = rows_from_turns(turns)
-    assert (len(rows), forks) == (1, 0)
-    assert rows[0].sampled_tokens == sum(len(turn.completion_ids) for turn in turns)
 
 
 @pytest.mark.parametrize(
@@ -159,17 +114,6 @@ async def test_a_hang_lasts_until_the_caller_gives_up() -> None:
     assert answer.choices[0].message.content == "fine"
 
 
-async def test_a_hanging_request_does_not_keep_the_server_from_stopping() -> None:
-    async with aiohttp.ClientSession() as session:
-        async with FakeOpenAIServer(faults=Fault.hang()) as server:
-            call = asyncio.create_task(session.post(f"{server.url}/chat/completions", json={"messages": USER}))
-            await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 1)
-            started = time.monotonic()
-        assert time.monotonic() - started < 20
-        with pytest.raises(aiohttp.ClientError):
-            await call
-
-
 def test_waiting_for_what_never_happens_ends_at_its_deadline() -> None:
     with FakeOpenAIServer() as server, pytest.raises(DeadlineError, match="saw 0 requests"):
         server.wait_until(lambda seen: seen.request_count == 1, timeout_s=0.01)
@@ -193,18 +137,6 @@ def test_weight_routes_record_calls_and_set_the_version() -> None:
     assert paths[:2] == ["/pause", "/collective_rpc"]
     assert server.weight_calls[0].query == {"mode": "keep"}
     assert server.weight_calls[1].body == reload_call
-
-
-async def test_a_paused_server_answers_after_resume_with_the_new_version() -> None:
-    async with FakeOpenAIServer("x") as server, sdk(server) as client:
-        await asyncio.to_thread(post, f"{server.root_url}/pause?mode=keep")
-        call = asyncio.create_task(client.chat.completions.create(model="m", messages=USER, **TOKENS))
-        await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 1)
-        await asyncio.to_thread(post, f"{server.root_url}/update_weight_version", {"new_version": "1"})
-        assert not call.done()
-        await asyncio.to_thread(post, f"{server.root_url}/resume")
-        answer = await call
-    assert (answer.choices[0].model_extra or {})["weight_versions"][0]["version"] == "1"
 
 
 def test_a_script_that_raises_is_a_500_and_is_kept() -> None:
