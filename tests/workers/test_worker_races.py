@@ -15,7 +15,7 @@ import worker_world as world
 import verifiers as vf
 from verifiers.errors import ConfigError, OverlongPromptError, RolloutWorkerError
 from verifiers.types import Outcome
-from verifiers.workers.link import WorkerLink
+from verifiers.workers.pool import WorkerLink
 
 Act = Callable[[vf.State], Any]
 

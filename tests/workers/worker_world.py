@@ -26,8 +26,7 @@ from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import Run
 from verifiers.testing.script import response_body
 from verifiers.types import RolloutKey
-from verifiers.workers.link import WorkerLink
-from verifiers.workers.pool import RemoteWorkers
+from verifiers.workers.pool import RemoteWorkers, WorkerLink
 from verifiers.workers.worker import RolloutWorker
 
 WITHIN_S = 180.0

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 
 from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S
-from verifiers.workers.link import WorkerLink
+from verifiers.workers.pool import WorkerLink
 from verifiers.workers.worker import RolloutWorker
 from verifiers.workers.worker_setup import set_up_process
 

@@ -20,8 +20,7 @@ from typing import Any, cast
 
 import verifiers
 from verifiers.errors import ConfigError
-from verifiers.workers.link import WorkerLink
-from verifiers.workers.pool import NoRoomError
+from verifiers.workers.pool import NoRoomError, WorkerLink
 from verifiers.workers.worker import RolloutWorker
 from verifiers.workers.worker_setup import set_up_process
 
