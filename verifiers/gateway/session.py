@@ -21,8 +21,9 @@ from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, r
 
 OVER = "the rollout of this key is over."
 MAX_REQUESTS = 128
-AGENTS_OWN = "unsupported_by_endpoint"
 """Requests of one session that are read or answered at a time."""
+
+AGENTS_OWN = "unsupported_by_endpoint"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ exactly one outcome, and groups are scored together: a failure of the machinery 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -17,7 +16,6 @@ import operator
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -107,33 +105,28 @@ class RolloutActivity:
 
 
 class Deadlines:
-    """The deadlines of rollouts, which may all be given up at once.
-
-    Attributes:
-        are_dropped: they were given up, and so is every later one.
-    """
+    """The deadlines of rollouts, which may all be given up at once, with every later one."""
 
     def __init__(self) -> None:
         self.are_dropped = False
-        self._made: weakref.WeakSet[asyncio.Timeout] = weakref.WeakSet()
+        self._open: set[asyncio.Timeout] = set()
 
-    def new(self) -> asyncio.Timeout:
-        """Return a timeout, to be entered, that is not over before `start` or `drop` says so."""
-        deadline = asyncio.timeout(0.0 if self.are_dropped else None)
-        self._made.add(deadline)
-        return deadline
-
-    def start(self, deadline: asyncio.Timeout, seconds: float) -> None:
-        """Let an entered deadline end so many seconds from now."""
-        if not deadline.expired():
-            deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[asyncio.Timeout]:
+        """Give a timeout that is not over before it is rescheduled, or before `drop`."""
+        async with asyncio.timeout(0.0 if self.are_dropped else None) as deadline:
+            self._open.add(deadline)
+            try:
+                yield deadline
+            finally:
+                self._open.discard(deadline)
 
     def drop(self) -> None:
         """End all deadlines now."""
         self.are_dropped = True
-        for deadline in self._made:
-            with contextlib.suppress(RuntimeError):  # it has ended already
-                self.start(deadline, 0.0)
+        for deadline in self._open:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
 
 
 @dataclass(slots=True)
@@ -331,11 +324,11 @@ async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:
     failure: Failure | None = None
     outcome = Outcome.COMPLETED
     submitted = started = time.perf_counter()
-    deadline = run.deadlines.new()
     try:
-        async with deadline, run.player(env, request) as player, run.slot():
+        async with run.deadlines.one() as deadline, run.player(env, request) as player, run.slot():
             started = time.perf_counter()
-            run.deadlines.start(deadline, run.rollout_timeout_s)
+            if not run.deadlines.are_dropped:
+                deadline.reschedule(asyncio.get_running_loop().time() + run.rollout_timeout_s)
             await player.play(state)
     except FATAL_ERRORS:
         raise

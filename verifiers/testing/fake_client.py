@@ -11,7 +11,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject, request_body
-from verifiers.testing.script import Answers, Fault, Faults, FaultSchedule, RecordedRequest, Script, response_body
+from verifiers.testing.script import Answers, Fault, Faults, RecordedRequest, Script, fault_schedule, response_body
 
 # openai's exception for each status; 500 and above is InternalServerError
 _STATUS_ERRORS = {
@@ -55,7 +55,7 @@ class FakeClient:
         api_key: str = "fake-key",
     ) -> None:
         self._script = Script(answers)
-        self._schedule = FaultSchedule(faults)
+        self._fault_of = fault_schedule(faults)
         self._model = model
         self._token_ids = token_ids
         self.weight_version = weight_version
@@ -102,7 +102,7 @@ class FakeClient:
             self.in_flight -= 1
 
     async def _answer(self, body: dict[str, Any], number: int, timeout_s: Any) -> Any:
-        fault = self._schedule.fault(number)
+        fault = self._fault_of(number)
         answers = fault if fault is not None else await self._script.answers(body)
         if isinstance(answers, Fault):
             return await _fail(answers, self.base_url, timeout_s)

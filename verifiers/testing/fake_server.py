@@ -25,7 +25,7 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.errors import ConfigError, DeadlineError
-from verifiers.testing.script import Answers, Fault, Faults, FaultSchedule, RecordedRequest, Script, response_body
+from verifiers.testing.script import Answers, Fault, Faults, RecordedRequest, Script, fault_schedule, response_body
 
 
 def _error_reply(status: int, message: str) -> web.Response:
@@ -126,8 +126,8 @@ class FakeOpenAIServer:
         self._instant_text = (answers if isinstance(answers, str) else "ok") if instant else None
         self._script = Script(answers)
         self._latency_s = latency_s
-        self._schedule = FaultSchedule(faults)
-        self._route_schedules = {path: FaultSchedule(plan) for path, plan in (route_faults or {}).items()}
+        self._fault_of = fault_schedule(faults)
+        self._route_schedules = {path: fault_schedule(plan) for path, plan in (route_faults or {}).items()}
         self._route_counts: dict[str, int] = {}
         self._port = port
         self._model = model
@@ -312,7 +312,7 @@ class FakeOpenAIServer:
         if latency_s:
             await asyncio.sleep(latency_s)
         await self._running.wait()
-        fault = self._schedule.fault(number)
+        fault = self._fault_of(number)
         if fault is not None:
             return await _fault_reply(fault, request, self._stopping)
         if body.get("stream"):
@@ -363,7 +363,7 @@ class FakeOpenAIServer:
         number = self._route_counts.get(path, 0)
         self._route_counts[path] = number + 1
         schedule = self._route_schedules.get(path)
-        return schedule.fault(number) if schedule is not None else None
+        return schedule(number) if schedule is not None else None
 
 
 @contextlib.contextmanager

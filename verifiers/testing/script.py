@@ -129,30 +129,20 @@ Faults = Fault | Sequence[Fault | None] | Callable[[int], Fault | None] | None
 a Fault counts for its `times` requests, and all after the list are answered. A function decides by request number."""
 
 
-class FaultSchedule:
-    """Faults of requests, which are numbered from 0.
+def fault_schedule(faults: Faults) -> Callable[[int], Fault | None]:
+    """Return the function that gives the fault of a request, which are numbered from 0.
 
     Raises:
         ConfigError: an entry that is neither a Fault nor None.
     """
-
-    def __init__(self, faults: Faults) -> None:
-        self._decide: Callable[[int], Fault | None] | None = None
-        self._listed: list[Fault | None] = []
-        if isinstance(faults, Fault) or not callable(faults):
-            entries = [faults] if isinstance(faults, Fault) else list(faults or ())
-            for entry in entries:
-                if entry is not None and not isinstance(entry, Fault):
-                    raise ConfigError(f"a fault schedule holds {entry!r}; each entry must be a Fault or None.")
-                self._listed += [entry] * (entry.times if entry is not None else 1)
-        else:
-            self._decide = faults
-
-    def fault(self, number: int) -> Fault | None:
-        """Return the fault of request number `number`, or None."""
-        if self._decide is not None:
-            return self._decide(number)
-        return self._listed[number] if number < len(self._listed) else None
+    if callable(faults) and not isinstance(faults, Fault):
+        return faults
+    listed: list[Fault | None] = []
+    for entry in [faults] if isinstance(faults, Fault) else faults or ():
+        if entry is not None and not isinstance(entry, Fault):
+            raise ConfigError(f"a fault schedule holds {entry!r}; each entry must be a Fault or None.")
+        listed += [entry] * (entry.times if entry is not None else 1)
+    return lambda number: listed[number] if number < len(listed) else None
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
