@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import io
-import ipaddress
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from verifiers.concurrency import at_loop_end, is_async_function, threads_for
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.inference.retry import RetryableError, client_error, reason, retry_after_s, status_error
 from verifiers.inference.wire import WireObject, read_completion, request_body, whole_characters
+from verifiers.server_process import is_loopback_address
 
 if TYPE_CHECKING:
     import aiohttp
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 def is_loopback(url: str) -> bool:
     """Return whether the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
     host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
+    is_named = host in ("localhost", "0.0.0.0", "::") or host.endswith(".localhost")
+    return is_named or is_loopback_address(host)
 
 
 def proxy_for(url: str) -> str | None:
