@@ -170,7 +170,7 @@ async def test_every_call_of_a_rollout_passes_the_throttle_retries_and_judges_in
     limiter = Limiter(requests_per_second=1.0)
     passed = 0
 
-    async def count() -> None:
+    async def count(*, begins: bool) -> None:
         nonlocal passed
         passed += 1
 
@@ -270,7 +270,7 @@ def test_what_a_call_tells_its_limiter_reaches_the_whole() -> None:
         def rate_limited(self, retry_after_s: float | None) -> None:
             self.said.append(retry_after_s)
 
-        async def wait_for_request(self) -> None:
+        async def wait_for_request(self, *, begins: bool = False) -> None:
             self.said.append("request")
 
     async def play() -> list[Any]:

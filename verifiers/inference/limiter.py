@@ -6,6 +6,7 @@ One limiter is shared by everything that runs on an endpoint.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -59,7 +60,7 @@ class Limiter:
         self.max_concurrent = max_concurrent if max_concurrent is not None and max_concurrent > 0 else None
         self.requests_per_second = requests_per_second
         self.in_flight = 0
-        self.is_closed = False
+        self._closed = asyncio.Event()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._queued = 0
         self._queue_emptied = asyncio.Event()
@@ -123,7 +124,11 @@ class Limiter:
 
     def close(self) -> None:
         """Let nothing begin any more, queued or later; what is in flight keeps its slots."""
-        self.is_closed = True
+        self._closed.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
 
     @property
     def free_slots(self) -> int | None:
@@ -148,16 +153,27 @@ class Limiter:
     def rate_limited(self, retry_after_s: float | None) -> None:
         """Note that a call was refused with 429, and the server's Retry-After in seconds where it sent one."""
 
-    async def wait_for_request(self) -> None:
-        """Wait until one more request may begin under `requests_per_second`."""
+    async def wait_for_request(self, *, begins: bool = False) -> None:
+        """Wait until one more request may begin under `requests_per_second`.
+
+        Raises:
+            NoMoreSlotsError: the limiter was closed, and this is the request with which a rollout begins.
+        """
         if self.requests_per_second is None:
             return
         now = asyncio.get_running_loop().time()
         # timers are late by up to some milliseconds, which must not add up
-        begins = self._next_request_at if now - self._next_request_at < _LATE_S else now
-        self._next_request_at = begins + 1.0 / self.requests_per_second
-        if begins > now:
-            await asyncio.sleep(begins - now)
+        due = self._next_request_at if now - self._next_request_at < _LATE_S else now
+        self._next_request_at = due + 1.0 / self.requests_per_second
+        if begins:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due - now):
+                    await self._closed.wait()
+            if self.is_closed:
+                self._next_request_at -= 1.0 / self.requests_per_second
+                raise NoMoreSlotsError("the limiter is closed: no new rollout starts.")
+        elif due > now:
+            await asyncio.sleep(due - now)
 
 
 class SubLimiter(Limiter):
@@ -202,8 +218,8 @@ class SubLimiter(Limiter):
     def rate_limited(self, retry_after_s: float | None) -> None:
         self.whole.rate_limited(retry_after_s)
 
-    async def wait_for_request(self) -> None:
-        await self.whole.wait_for_request()
+    async def wait_for_request(self, *, begins: bool = False) -> None:
+        await self.whole.wait_for_request(begins=begins)
 
 
 class AdaptiveLimiter(Limiter):

@@ -129,7 +129,6 @@ async def retry(
     on_retry: Callable[[Exception], None] | None = None,
     limiter: Limiter | None = None,
     *,
-    throttled: bool = True,
     deadline: float = math.inf,
     passing: Callable[[Exception], bool] = may_pass,
 ) -> T:
@@ -139,8 +138,7 @@ async def retry(
         attempt: makes one try.
         policy: number of tries, and waits.
         on_retry: called with each failure that is followed by another try.
-        limiter: bounds the requests begun per second, and learns of every answer and of every 429.
-        throttled: each try waits for the limiter's `requests_per_second`.
+        limiter: learns of every answer and of every 429.
         deadline: time of time.monotonic after which no try begins.
         passing: narrows the table for a caller that has another answer to some failures.
 
@@ -150,8 +148,6 @@ async def retry(
         Exception: any other failure, as it was.
     """
     for number in range(1, policy.max_attempts + 1):
-        if limiter is not None and throttled:
-            await limiter.wait_for_request()
         try:
             result = await attempt()
         except Exception as error:

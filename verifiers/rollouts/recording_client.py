@@ -195,6 +195,7 @@ class RolloutClient:
         self._vocab_size = vocab_size
         self._ids = _GrowingIds()
         self._begun = 0
+        self._has_asked = False
         self.answers: list[RecordedAnswer] = []
         self.is_recording = True
         self.retries = 0
@@ -244,7 +245,7 @@ class RolloutClient:
     def untrained(self) -> RolloutClient:
         """A handle on the same server for calls that are not trained: judges, user simulators, other sampling."""
         other = RolloutClient(self._backend, limiter=self._limiter, retry=self._retry)
-        other.is_recording = False
+        other.is_recording, other._has_asked = False, True
         return other
 
     def with_options(self, **_: Any) -> RolloutClient:
@@ -340,18 +341,19 @@ class RolloutClient:
 
     async def _send(self, path: str, arguments: Mapping[str, Any]) -> Any:
         """Send a call that samples nothing of the policy, with retries."""
-        return await retry(
-            lambda: self._backend.call(path, arguments),
-            self._retry,
-            self._count_retry,
-            self._limiter,
-            throttled=path != DERENDER,
-        )
+
+        async def attempt() -> Any:
+            if path != DERENDER:
+                await self._wait_for_request()
+            return await self._backend.call(path, arguments)
+
+        return await retry(attempt, self._retry, self._count_retry, self._limiter)
 
     async def _sample(self, path: str, arguments: Mapping[str, Any]) -> _Sampled:
         """Send a call of the policy, with retries; each try has the same seed and ids."""
 
         async def attempt() -> _Sampled:
+            await self._wait_for_request()
             version = self._version_now()
             response = await self._backend.call(path, arguments)
             tokens = check_tokens(
@@ -364,6 +366,11 @@ class RolloutClient:
             return _Sampled(response, tokens, version)
 
         return await retry(attempt, self._retry, self._count_retry, self._limiter)
+
+    async def _wait_for_request(self) -> None:
+        if self._limiter is not None:
+            await self._limiter.wait_for_request(begins=not self._has_asked)
+            self._has_asked = True
 
     def _version_now(self) -> int:
         return self._policy_version() if self._policy_version is not None else 0
