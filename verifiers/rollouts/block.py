@@ -146,7 +146,7 @@ class BlockRun:
         self._drop()
 
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
-        group = await self._run.finish_group(await self._rollouts(self._candidates[place]), score=False)
+        group = self._run.finish_group(await self._rollouts(self._candidates[place]))
         for rollout in group.rollouts:
             # until the block is trained it keeps its rows, its score and what is shown of it
             rollout.state = State()

@@ -220,7 +220,7 @@ class Run:
         run = dataclasses.replace(self, _clients={})
         try:
             rollouts = await self.env.run_rollouts(requests, run)
-        except (ConfigError, NoMoreSlotsError):
+        except FATAL_ERRORS:
             raise
         except (Exception, SystemExit) as error:
             # an override's own mistake, beside the rollouts that it plays
@@ -234,18 +234,18 @@ class Run:
             )
         return list(rollouts)
 
-    async def run_group(self, requests: Sequence[RolloutRequest], *, score: bool = True) -> Group:
+    async def run_group(self, requests: Sequence[RolloutRequest]) -> Group:
         """Play the rollouts of one prompt concurrently, then score them together.
 
         Raises:
             ConfigError: a mistake that every other rollout would repeat.
         """
-        return await self.finish_group(await self.play(requests), score=score)
+        rollouts = await self.play(requests)
+        await self.score(rollouts)
+        return self.finish_group(rollouts)
 
-    async def finish_group(self, rollouts: list[Rollout], *, score: bool = True) -> Group:
-        """Score the finished rollouts of one prompt together and drop their clients."""
-        if score:
-            await self.score(rollouts)
+    def finish_group(self, rollouts: list[Rollout]) -> Group:
+        """Return the scored rollouts of one prompt, without their clients."""
         for rollout in rollouts:
             # a finished rollout holds no connection, nor the tokens that its handle recorded
             rollout.state.pop("client", None)
