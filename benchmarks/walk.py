@@ -40,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import verifiers as vf
-from verifiers.testing.fake_process import server_process
+from verifiers.testing.fake_server import server_process
 
 ROOT = f"{Path(vf.__file__).parent}{os.sep}"
 PLAYED_BEFORE = 7

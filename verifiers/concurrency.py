@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import inspect
 import logging
 import os
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-__all__ = [
-    "DaemonThreads",
-    "OverdueError",
-    "at_loop_end",
-    "gather_owned",
-    "is_async_function",
-    "threads_for",
-    "without_partials",
-]
 
 T = TypeVar("T")
 
@@ -86,34 +77,43 @@ def at_loop_end(end: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[No
 
 logger = logging.getLogger("verifiers")
 
-IDLE_S = 10.0
-
 
 class OverdueError(TimeoutError):
     """A call did not end in its time. Its own class: a tool may raise TimeoutError itself."""
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
-    __slots__ = ("abandoned", "context", "deliver", "error", "finished", "result", "started_at", "work")
+    work: Callable[[], Any] | None
+    context: Context = field(default_factory=copy_context)
+    result: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
+    started_at: float | None = None
+    is_abandoned: bool = False
 
-    def __init__(self, work: Callable[[], Any], deliver: Callable[[], None]) -> None:
-        self.work = work
-        self.deliver = deliver
-        self.context: Context = copy_context()
-        self.started_at: float | None = None
-        self.finished = False
-        self.abandoned = False
-        self.result: Any = None
-        self.error: BaseException | None = None
+    def perform(self) -> tuple[Any, BaseException | None]:
+        """Return the result of the work, or the error to raise in its caller."""
+        assert self.work is not None
+        try:
+            return self.context.run(self.work), None
+        except StopIteration as error:
+            failure: BaseException = error
+        except (Exception, SystemExit) as error:
+            return None, error
+        except BaseException as error:
+            # a CancelledError out of the function must not look as if its caller had been cancelled
+            failure = error
+        finally:
+            # the thread has its job for a moment longer than the caller, and must not keep a rollout's state alive
+            self.work = None
+        raised = RuntimeError(f"{type(failure).__name__}: {failure}")
+        raised.__cause__ = failure
+        return None, raised
 
 
 class DaemonThreads:
     """Threads for at most `limit` calls at once, each in a thread of its own; more calls wait their turn.
 
     Calls that ran out of time are not counted, so threads may be more than `limit` while some of them hang.
-
-    Args:
-        what: what the functions are, for messages and names of threads, such as "tool".
     """
 
     def __init__(self, what: str, limit: int) -> None:
@@ -121,7 +121,6 @@ class DaemonThreads:
         self.limit = limit
         self._lock = threading.Lock()
         self._waiting: deque[_Job] = deque()
-        self._idle: list[queue.SimpleQueue[_Job]] = []
         self._running = 0
 
     @property
@@ -141,121 +140,62 @@ class DaemonThreads:
             OverdueError: the call did not end in time.
             Exception: what `work` raises.
         """
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
-
-        def deliver() -> None:
-            try:
-                loop.call_soon_threadsafe(done.set)
-            except RuntimeError:
-                logger.debug("a %s returned after its event loop was closed", self.what)
-
-        job = _Job(work, deliver)
-        self._submit(job)
-        try:
-            await _wait_until(done, job, timeout_s)
-        finally:
-            self._leave(job)
-        if job.error is not None:
-            if isinstance(job.error, (Exception, SystemExit)):
-                raise job.error
-            # a CancelledError out of the function must not look as if this task had been cancelled
-            raise RuntimeError(f"{type(job.error).__name__}: {job.error}") from job.error
-        result: T = job.result
-        return result
-
-    def _submit(self, job: _Job) -> None:
+        job = _Job(work)
+        ended: asyncio.Future[T] = asyncio.wrap_future(job.result)
         with self._lock:
             self._waiting.append(job)
-            self._start_what_may_run()
+            self._begin()
+        try:
+            left_s = timeout_s
+            while not ended.done():
+                await asyncio.wait([ended], timeout=left_s)
+                if timeout_s is not None and not ended.done():
+                    began = job.started_at
+                    left_s = timeout_s if began is None else began + timeout_s - time.monotonic()
+                    if left_s <= 0:
+                        raise OverdueError
+            return ended.result()
+        finally:
+            self._leave(job, ended)
 
-    def _start_what_may_run(self) -> None:
+    def _begin(self) -> None:
         while (job := self._next()) is not None:
-            if self._idle:
-                self._idle.pop().put(job)
-            else:
-                threading.Thread(target=self._serve, args=(job,), name=f"verifiers-{self.what}", daemon=True).start()
+            threading.Thread(target=self._serve, args=(job,), name=f"verifiers-{self.what}", daemon=True).start()
 
     def _next(self) -> _Job | None:
-        """Return the next job, counted as running, or None where there is none or no room."""
         while self._waiting and self._running < self.limit:
             job = self._waiting.popleft()
-            if not job.abandoned:
+            if job.result.set_running_or_notify_cancel():
                 job.started_at = time.monotonic()
                 self._running += 1
                 return job
         return None
 
-    def _leave(self, job: _Job) -> None:
+    def _leave(self, job: _Job, ended: asyncio.Future[Any]) -> None:
+        # of a job that has not begun, this is the end
+        ended.cancel()
         with self._lock:
-            if job.finished or job.abandoned:
+            if job.result.done() or job.result.cancel():
                 return
-            job.abandoned = True
-            if job.started_at is None:
-                return
+            job.is_abandoned = True
             self._running -= 1
-            self._start_what_may_run()
+            self._begin()
         logger.warning("A %s still runs after its deadline; abandoning its thread.", self.what)
 
-    def _serve(self, job: _Job | None) -> None:
-        inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+    def _serve(self, first: _Job) -> None:
+        job: _Job | None = first
+        del first
         while job is not None:
-            job.context.run(_perform, job)
+            value, error = job.perform()
             with self._lock:
-                job.finished = True
-                if not job.abandoned:
+                if not job.is_abandoned:
                     self._running -= 1
-                following = self._next()
-                if following is None:
-                    self._idle.append(inbox)
-            job.deliver()
-            job = following
-            del following
-            if job is None:
-                job = self._next_in(inbox)
-
-    def _next_in(self, inbox: queue.SimpleQueue[_Job]) -> _Job | None:
-        """Return the next job given to an idle thread; None after some seconds without one."""
-        try:
-            return inbox.get(timeout=IDLE_S)
-        except queue.Empty:
-            with self._lock:
-                if inbox in self._idle:
-                    self._idle.remove(inbox)
-                    return None
-            # it came at the last moment
-            return inbox.get()
-
-
-def _perform(job: _Job) -> None:
-    try:
-        job.result = job.work()
-    except BaseException as error:  # raised again in the caller, on the event loop
-        job.error = error
-    finally:
-        # the thread has its job for a moment longer than the caller, and must not keep a rollout's state alive
-        del job.work
-
-
-async def _wait_until(done: asyncio.Event, job: _Job, timeout_s: float | None) -> None:
-    """Wait for the job; its time counts from its start in a thread.
-
-    Raises:
-        OverdueError: it is over.
-    """
-    if timeout_s is None:
-        await done.wait()
-        return
-    left_s = timeout_s
-    while left_s > 0:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left_s):
-                await done.wait()
-        if done.is_set():
-            return
-        started_at = job.started_at
-        left_s = timeout_s if started_at is None else started_at + timeout_s - time.monotonic()
-    raise OverdueError
+                if error is not None:
+                    job.result.set_exception(error)
+                else:
+                    job.result.set_result(value)
+                value = error = None
+                job = self._next()
 
 
 _threads: dict[tuple[int, str], DaemonThreads] = {}

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-__all__ = ["app_runner", "bearer_token", "has_key", "is_loopback_host", "read_body"]
-
 _HOST = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d+)?")
 _WINDOW_BITS = {"identity": 0, "gzip": 31, "x-gzip": 31, "deflate": 15}
 """The zlib window of each supported Content-Encoding."""

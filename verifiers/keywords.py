@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from verifiers.rubrics.rubric import Rubric
     from verifiers.types import ChatMessage, MessageType, SamplingArgs
 
-__all__ = [
-    "EnvironmentOptions",
-    "check_keywords",
-    "check_parameters",
-    "ignore_keywords",
-    "nearest_name",
-    "parameter_names",
-    "set_extra_keywords",
-    "warn_once",
-]
-
 SIMILARITY = 0.82
 """Least `difflib` ratio of a misspelled name: 'wieghts' is at 0.86, the legitimate 'num_few_shot' at 0.8."""
 

@@ -12,61 +12,223 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypedDict
 
-from verifiers.chat_messages import (
-    AssistantMessage,
-    ChatMessage,
-    Message,
-    MessageRecord,
-    Messages,
-    Record,
-    SystemMessage,
-    ToolCall,
-    ToolMessage,
-    UserMessage,
-    as_message,
-    as_messages,
-    content_text,
-    joined,
-    message_field,
-    message_text,
-)
-from verifiers.notebook import results_html
+ChatMessage = dict[str, Any]
+"""One message in OpenAI's format: role, content, and for assistants perhaps tool_calls, reasoning_content."""
 
-__all__ = [
-    "AssistantMessage",
-    "ChatMessage",
-    "ClientConfig",
-    "FailedGrade",
-    "GenerateInputs",
-    "GenerateOutputs",
-    "Info",
-    "Message",
-    "MessageRecord",
-    "MessageType",
-    "Messages",
-    "ModelResponse",
-    "Outcome",
-    "ProcessedOutputs",
-    "Record",
-    "RewardFunc",
-    "RolloutInput",
-    "RolloutKey",
-    "RolloutScore",
-    "RolloutScores",
-    "SamplingArgs",
-    "State",
-    "SystemMessage",
-    "ToolCall",
-    "ToolMessage",
-    "TrajectoryStep",
-    "UserMessage",
-    "as_message",
-    "as_messages",
-    "content_text",
-    "joined",
-    "message_field",
-    "message_text",
-]
+Message = ChatMessage | str
+"""One message, or a piece of text in completion mode."""
+
+Messages = list[ChatMessage] | str
+"""A conversation, or a plain string in completion mode."""
+
+
+class Record(dict[str, Any]):
+    """A dict whose keys are attributes too: both generations of the classic API read results in their own way."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {sorted(self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+_MESSAGE_FIELDS = frozenset({
+    "audio", "content", "function_call", "name", "reasoning_content", "refusal", "role", "tool_call_id", "tool_calls",
+})  # fmt: skip
+
+
+class MessageRecord(Record):
+    """A chat message: a plain dict for JSON, tables and comparisons, whose fields are attributes too.
+
+    `message.role`, `message.tool_calls[0].function.name`. Fields of OpenAI's messages that are absent read as None.
+    Packages of the classic API from 0.1.11 on take messages for objects, those from before for dicts.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return _readable(self, name)
+        if name in _MESSAGE_FIELDS:
+            return None
+        raise AttributeError(f"a message has no field {name!r}; this one has {sorted(self)}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MessageRecord:
+        return type(self)({name: copy.deepcopy(value, memo) for name, value in self.items()})
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        """Return the message as plain nested data."""
+        return {name: _dumped(value) for name, value in self.items() if not (exclude_none and value is None)}
+
+
+class _Part(Record):
+    """A dict inside a message. The name and arguments of a tool call are found where the second generation looks."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return _readable(self, name)
+        function = self.get("function")
+        if isinstance(function, Mapping) and name in function:
+            return function[name]
+        raise AttributeError(f"this part of a message has no field {name!r}; it has {sorted(self)}")
+
+
+class ToolCall(_Part):
+    """A tool call of an assistant message, in OpenAI's form; `ToolCall(id="...", name="...", arguments="{}")`."""
+
+    def __init__(self, id: str = "", name: str = "", arguments: str = "{}") -> None:  # noqa: A002
+        super().__init__(id=id, type="function", function={"name": name, "arguments": arguments})
+
+
+def _readable(owner: dict[str, Any], name: str) -> Any:
+    """Return a field whose dicts answer to attributes; they are put back, so that what is written to them stays."""
+    value = owner[name]
+    if type(value) is dict:
+        value = owner[name] = _Part(value)
+    elif type(value) is list:
+        value[:] = [_part(item) if type(item) is dict else item for item in value]
+    return value
+
+
+def _part(fields: dict[str, Any]) -> _Part:
+    kind = ToolCall if "function" in fields else _Part
+    part = kind.__new__(kind)
+    part.update(fields)
+    return part
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _dumped(item) for name, item in value.items()}
+    return [_dumped(item) for item in value] if isinstance(value, list) else value
+
+
+class _MessageOfRole(MessageRecord):
+    _role = ""
+
+    def __init__(self, fields: Mapping[str, Any] | None = None, **more: Any) -> None:
+        dict.__init__(self, fields or {}, **more)
+        self.setdefault("role", self._role)
+
+
+class SystemMessage(_MessageOfRole):
+    """A message of role "system"; `SystemMessage(content="...")`."""
+
+    _role = "system"
+
+
+class UserMessage(_MessageOfRole):
+    """A message of role "user"; `UserMessage(content="...")`."""
+
+    _role = "user"
+
+
+class AssistantMessage(_MessageOfRole):
+    """A message of role "assistant"; `AssistantMessage(content="...")`."""
+
+    _role = "assistant"
+
+
+class ToolMessage(_MessageOfRole):
+    """A message of role "tool"; `ToolMessage(content="...", tool_call_id="...")`."""
+
+    _role = "tool"
+
+
+_KINDS: dict[Any, type[MessageRecord]] = {
+    "assistant": AssistantMessage,
+    "system": SystemMessage,
+    "tool": ToolMessage,
+    "user": UserMessage,
+}
+
+
+def message_field(message: Any, name: str, default: Any = None) -> Any:
+    """Return a field of a message that is a dict (classic) or an object with attributes (openai's and pydantic's)."""
+    if isinstance(message, Mapping):
+        return message.get(name, default)
+    return getattr(message, name, default)
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's content: a string, None, or a list of OpenAI content parts.
+
+    Parts that are not text (images, audio) count as empty.
+    """
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, (list, tuple)):
+        return "".join(part if isinstance(part, str) else message_field(part, "text") or "" for part in content)
+    return str(content)
+
+
+def message_text(message: Any) -> str:
+    """Return the text of a message; a string is its own text."""
+    return message if isinstance(message, str) else content_text(message_field(message, "content"))
+
+
+def as_message(message: Any) -> MessageRecord:
+    """Return the message as states hold it: a dict that answers to attributes too.
+
+    Args:
+        message: a dict, a pydantic object (its `model_dump` is taken, without what is None), another object with
+            `role` and `content`, or a string, which becomes a user message.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(message, MessageRecord):
+        return message
+    if isinstance(message, dict):
+        return _KINDS.get(message.get("role"), MessageRecord)(message)
+    if isinstance(message, str):
+        return UserMessage(role="user", content=message)
+    if isinstance(message, Mapping):
+        return as_message(dict(message))
+    dump = getattr(message, "model_dump", None)
+    if callable(dump):
+        fields = dump(exclude_none=True)
+        if isinstance(fields, dict):
+            # the key is expected also beside tool calls
+            fields.setdefault("content", None)
+            return as_message(fields)
+    if hasattr(message, "role") and hasattr(message, "content"):
+        return as_message({name: value for name, value in vars(message).items() if value is not None})
+    raise TypeError(f"{message!r:.200} is not a chat message; give a dict with 'role' and 'content'.")
+
+
+def as_messages(messages: Any) -> Any:
+    """Return a conversation as states hold it: a list of `as_message`, always a new one; a string is left as it is.
+
+    One message by itself counts as a list of it, None as an empty one.
+    """
+    if isinstance(messages, str):
+        return messages
+    if messages is None:
+        return []
+    if isinstance(messages, (list, tuple)):
+        return [as_message(message) for message in messages]
+    return [as_message(messages)]
+
+
+def joined(before: Any, after: Any) -> Any:
+    """Join two parts of a conversation: messages after messages, or text after text in completion mode."""
+    if isinstance(before, str):
+        return before + (after if isinstance(after, str) else "".join(map(message_text, as_messages(after))))
+    return before + as_messages([after] if isinstance(after, str) else after)
+
+
+def drop_none(value: Any) -> Any:
+    """Return nested data without the dict entries that are None; list items stay, so that positions do."""
+    if isinstance(value, Mapping):
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    return [drop_none(item) for item in value] if isinstance(value, list) else value
+
+
+# -- rollouts and their data ----------------------------------------------------------------------------------------
 
 MessageType = Literal["chat", "completion"]
 """The endpoint that an environment calls: chat completions, or completions of plain text."""
@@ -109,11 +271,8 @@ class ClientConfig:
     """Address, key and limits of an endpoint, for `verifiers.utils.client_utils.setup_client`.
 
     Attributes:
-        api_key_var: environment variable that holds the key.
         api_base_url: with the version, e.g. "http://127.0.0.1:8000/v1".
-        timeout: seconds that one call may take.
         max_retries: the openai client's own retries.
-        extra_headers: further HTTP headers.
     """
 
     api_key_var: str = "OPENAI_API_KEY"
@@ -175,7 +334,8 @@ class GenerateOutputs(Record):
     """
 
     def _repr_html_(self) -> str:
-        return results_html(self)
+        # by name: an import would run upwards
+        return str(importlib.import_module("verifiers.notebook").results_html(self))
 
 
 class ProcessedOutputs(Record):

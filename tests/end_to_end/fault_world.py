@@ -31,7 +31,7 @@ from verifiers_embedded.routes.app import Routes
 
 import verifiers as vf
 from verifiers.cli.main import run_command
-from verifiers.inference.replica import WeightUpdate
+from verifiers.inference.server_pool import WeightUpdate
 from verifiers.train.run_lifecycle import RolloutSession
 
 # a thread of tqdm's own, which outlives its bars

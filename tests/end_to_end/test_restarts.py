@@ -129,7 +129,7 @@ def test_with_no_kind_of_client_is_an_answer_used_from_weights_that_were_not_pus
             block = prefetcher.take(0, 0)
     assert len(block.rollouts) == 8
     assert all(rollout.is_scored for rollout in block)
-    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
+    assert trainer.weight_sync.pool.repeated_loads == 1  # type: ignore[union-attr]
     assert {version for rollout in block for row in rollout.rows for version in row.versions} == {0}
 
 
@@ -187,6 +187,6 @@ def test_training_continues_after_the_server_was_killed_with_rollouts_in_flight(
     trainer.train()
     restarting[0].join()
     assert trainer.state.global_step == 5
-    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
+    assert trainer.weight_sync.pool.repeated_loads == 1  # type: ignore[union-attr]
     assert sum(trainer.logged("outcomes/provider_error")) == 0
     witness.check(model_dir)

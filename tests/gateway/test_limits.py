@@ -18,7 +18,6 @@ import openai
 import pytest
 
 from verifiers.gateway import gateway as gateway_module
-from verifiers.gateway.calls import RefusedCallError, json_object
 from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
@@ -75,29 +74,6 @@ class Policy:
     async def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-async def test_headers_of_up_to_one_mib_pass_and_more_is_refused_in_the_formats_shape(opened: Any, path: str) -> None:
-    session, url, _ = await opened()
-    body = {"model": "fake", "max_tokens": 5, "messages": [], "input": "hi"}
-    sizes = {"x-one": 900_000, "x-two": 200_000}
-    found = []
-    async with aiohttp.ClientSession(headers=key_of(session)) as http:
-        for headers in ({"x-one": "a" * sizes["x-one"]}, {name: "a" * size for name, size in sizes.items()}):
-            async with http.post(f"{url}/{path}", json=body, headers=headers) as response:
-                found.append((response.status, (await response.json())))
-    assert found[0][0] in (200, 400)
-    assert found[1][0] == 431
-    assert "more than 1 MiB" in found[1][1]["error"]["message"]
-    assert (found[1][1].get("type") == "error") == (path == "messages")
-
-
-async def test_an_unknown_key_is_refused_whatever_its_headers_are(opened: Any) -> None:
-    _, url, _ = await opened()
-    headers = {"Authorization": "Bearer sk-" + "a" * 500_000}
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/models", headers=headers) as response:
-        assert response.status == 401
-
-
 async def test_a_connection_whose_headers_have_no_end_is_closed_before_they_are_many(opened: Any) -> None:
     session, url, _ = await opened("fine")
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -114,24 +90,6 @@ async def test_a_connection_whose_headers_have_no_end_is_closed_before_they_are_
             sent += 1
     # beside what the sockets hold
     assert sent < 20
-
-
-@pytest.mark.parametrize(
-    ("body", "passes"),
-    [
-        ('{"messages": [' + "[]," * 200_000, False),
-        ('{"a": "' + "[,{" * 200_000 + '"}', True),
-        ('{"a": "' + '\\",' * 200_000 + '"}', True),
-        ('{"a": "' + '\\"' * 200_000 + "," * 200_000, True),
-    ],
-)
-def test_values_are_counted_before_a_body_is_read_and_text_counts_nothing(body: str, passes: bool) -> None:
-    refused = ""
-    try:
-        json_object(body.encode())
-    except RefusedCallError as error:
-        refused = str(error)
-    assert ("more than 200,000 values" in refused) == (not passes)
 
 
 @pytest.mark.slow
@@ -166,17 +124,10 @@ async def small_gateway(latency_s: float = 0.0, **arguments: Any) -> AsyncIterat
         yield gateway, await held.enter_async_context(gateway.serving(session))
 
 
-async def test_at_the_bound_connections_that_ask_nothing_are_closed_and_an_agents_are_not() -> None:
+async def test_at_the_bound_connections_that_ask_nothing_are_closed() -> None:
     async with small_gateway(latency_s=0.2, max_connections=4) as (gateway, session):
         port = int(gateway.url.rpartition(":")[2])
-        made: list[None] = []
-        trace = aiohttp.TraceConfig()
-
-        async def note(*_: object) -> None:
-            made.append(None)
-
-        trace.on_connection_create_end.append(note)
-        async with aiohttp.ClientSession(headers=key_of(session), trace_configs=[trace]) as http:
+        async with aiohttp.ClientSession(headers=key_of(session)) as http:
 
             async def ask() -> int:
                 async with http.post(f"{gateway.base_url}/chat/completions", json=BODY) as response:
@@ -185,11 +136,9 @@ async def test_at_the_bound_connections_that_ask_nothing_are_closed_and_an_agent
 
             assert await ask() == 200
             crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
-            # the agent's own, which waits between two calls, is kept
             asking = asyncio.create_task(ask())
             crowd += [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
             assert await asking == 200
-            assert len(made) == 1
             assert await crowd[0][0].read() == b""
         for _, writer in crowd:
             writer.close()
@@ -204,16 +153,6 @@ async def test_where_every_connection_is_being_answered_a_new_one_is_closed() ->
             )
         failed = [result for result in results if isinstance(result, Exception)]
         assert [type(error) for error in failed] == [openai.APIConnectionError]
-
-
-async def test_connections_that_are_gone_are_not_kept() -> None:
-    async with small_gateway() as (gateway, session):
-        connector = aiohttp.TCPConnector(force_close=True)
-        async with aiohttp.ClientSession(headers=key_of(session), connector=connector) as http:
-            for _ in range(100):
-                async with http.get(f"{gateway.base_url}/models") as response:
-                    assert response.status == 200
-        assert len(gateway._listener._trusted) < 50
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])

@@ -134,16 +134,6 @@ async def test_responses_continue_by_items_and_by_id(opened: Any, closing: Async
     assert server.requests[1].body["messages"][2] == {"role": "assistant", **CALLS}
 
 
-async def test_a_response_that_is_continued_without_input_adds_no_message(
-    opened: Any, closing: AsyncExitStack
-) -> None:
-    session, url, server = await opened(["1", "2"])
-    client = await closing.enter_async_context(openai_client(session, url))
-    first = await client.responses.create(model="fake", input="hi")
-    await client.responses.create(model="fake", previous_response_id=first.id)
-    assert [message["role"] for message in server.requests[1].body["messages"]] == ["user", "assistant"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_half_a_surrogate_pair_that_the_policy_wrote_reaches_the_agent_as_a_whole_character(
     opened: Any, closing: AsyncExitStack, stream: bool

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from verifiers.inference.replica import Load, WeightUpdate
 from verifiers.inference.server_client import ServerClient
-from verifiers.inference.server_pool import ServerPool
+from verifiers.inference.server_pool import Load, ServerPool, WeightUpdate
 from verifiers.testing import FakeOpenAIServer
-from verifiers.testing.faults import Faults
+from verifiers.testing.script import Faults
 
 NEVER_PUSHED = "default"
 

@@ -119,5 +119,5 @@ def test_the_limit_of_a_registered_endpoint_is_a_number_above_0(tmp_path: Any) -
     path.write_text(f"{entry}64")
     assert load_endpoints(path)["small"].max_answer_mb == 64
     path.write_text(f"{entry}0")
-    with pytest.raises(ValueError, match="max_answer_mb = 0; give a number above 0"):
+    with pytest.raises(ValueError, match="max_answer_mb: Input should be greater than 0"):
         load_endpoints(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -213,35 +212,6 @@ async def test_a_lost_server_costs_no_try_and_is_used_again_when_it_is_up() -> N
         await asyncio.sleep(0.1)
         assert len(questions) == asked >= 2
         await pool.close()
-
-
-async def test_one_that_dies_in_mid_answer_takes_no_rollout_with_it() -> None:
-    async with FakeOpenAIServer("4") as one, FakeOpenAIServer("4") as two:
-        pool = ServerPool([one.url, two.url])
-        answered: Counter[str] = Counter()
-
-        async def rollout(number: int) -> None:
-            client = RolloutClient(pool, model="m", retry=QUICK)
-            for turn in range(3):
-                if (number, turn) == (5, 1):
-                    await asyncio.to_thread(one.stop)
-                await client.chat.completions.create(**ASK)
-                answered[client.base_url] += 1
-
-        await asyncio.gather(*(rollout(number) for number in range(40)))
-        await pool.close()
-    assert sum(answered.values()) == 120
-    assert answered[two.url] >= 60
-
-
-async def test_a_fault_at_one_server_is_mended_at_the_other() -> None:
-    async with FakeOpenAIServer("4", faults=lambda _: Fault(503)) as sick, FakeOpenAIServer("4") as well:
-        pool = ServerPool([sick.url, well.url])
-        for _ in range(10):
-            client = RolloutClient(pool, model="m", retry=RetryPolicy(max_attempts=2, base_s=0.0))
-            await client.chat.completions.create(**ASK)
-        await pool.close()
-    assert well.request_count == 10
 
 
 # -- a request that crashes servers ----------------------------------------------------------------------------

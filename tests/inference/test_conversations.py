@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from verifiers.inference.token_in import ChatCall, TokenTurns, read_chat_call
-from verifiers.inference.wire import SampledTokens, request_body
+from verifiers.inference.wire import request_body
 
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
@@ -19,10 +19,6 @@ def call(messages: list[Any], **fields: Any) -> ChatCall:
     read = read_chat_call(request_body({"model": "m", "messages": messages, **fields}))
     assert isinstance(read, ChatCall), read
     return read
-
-
-def sampled(prompt_ids: list[int], completion_ids: list[int]) -> SampledTokens:
-    return SampledTokens(prompt_ids, completion_ids, None, ())
 
 
 def held(answer: Any = ANSWER, **fields: Any) -> TokenTurns:
@@ -42,7 +38,7 @@ def held(answer: Any = ANSWER, **fields: Any) -> TokenTurns:
 def test_an_answer_is_found_again_with_and_without_its_reasoning(repeated: Any) -> None:
     found = held().find(call([USER, repeated, NEXT], temperature=0.5, seed=3))
     assert found is not None
-    assert (found.prompt_ids, found.completion_ids, found.length) == ([1, 2], [3], 2)
+    assert (found.prompt_ids, found.completion_ids, len(found.keys)) == ([1, 2], [3], 2)
 
 
 def test_an_answer_with_calls_and_no_content_is_found_again() -> None:

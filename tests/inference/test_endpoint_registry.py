@@ -89,17 +89,20 @@ def test_the_classic_file_is_never_executed(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ('url = "http://h/v1"', "names no model"),
+        ('url = "http://h/v1"', "model: Field required"),
         ('model = "m"', "either url or urls"),
         ('model = "m"\nurl = "http://h/v1"\nurls = ["http://h/v1"]', "either url or urls"),
-        ('model = "m"\nurl = "h:8000"', "has the base URL 'h:8000'"),
-        ('model = "m"\nurls = []', "for base URLs"),
+        ('model = "m"\nurl = "h:8000"', "the base URL 'h:8000' is no HTTP address"),
+        ('model = "m"\nurls = []', "urls: Tuple should have at least 1 item"),
         ('model = "m"\nurl = "http://h/v1"\nkeyvar = "K"', "the unknown setting 'keyvar'; it takes api, "),
-        ('model = "m"\nurl = "http://h/v1"\nmax_concurrent = 0', "max_concurrent = 0; give a whole number above 0"),
-        ('model = "m"\nurl = "http://h/v1"\nmax_concurrent = 2.5', "max_concurrent = 2.5"),
-        ('model = "m"\nurl = "http://h/v1"\nrequests_per_second = true', "requests_per_second = True"),
-        ('model = "m"\nurl = "http://h/v1"\napi = "grpc"', "api = 'grpc'"),
-        ('model = "m"\nurl = "http://h/v1"\nheaders = { X = 1 }', "headers must be a table of strings"),
+        ('model = "m"\nurl = "http://h/v1"\nmax_concurrent = 0', "max_concurrent: Input should be greater than 0"),
+        ('model = "m"\nurl = "http://h/v1"\nmax_concurrent = 2.5', "max_concurrent: Input should be a valid integer"),
+        (
+            'model = "m"\nurl = "http://h/v1"\nrequests_per_second = true',
+            "requests_per_second: Input should be",
+        ),
+        ('model = "m"\nurl = "http://h/v1"\napi = "grpc"', "api: Input should be 'chat' or 'responses'"),
+        ('model = "m"\nurl = "http://h/v1"\nheaders = { X = 1 }', "headers.X: Input should be a valid string"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(tmp_path: Path, settings: str, text: str) -> None:

@@ -1,35 +1,27 @@
-"""Calls in flight are bounded, first come first served, and requests begin no faster than asked."""
+"""Rollouts in flight are bounded, first come first served; a limit that adapts finds what a provider bears."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from typing import Any
 
-import asyncio_throttle
 import pytest
 
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.inference.limiter import Limiter, NoMoreSlotsError
+from verifiers.inference.limiter import (
+    LOCAL_MAXIMUM,
+    AdaptiveLimiter,
+    Limiter,
+    NoMoreSlotsError,
+    SubLimiter,
+    limiter_for,
+)
+from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.testing import FakeClient
-
-
-async def test_never_more_than_the_bound_are_in_flight_and_all_get_their_turn() -> None:
-    limiter = Limiter(3)
-    seen: list[int] = []
-
-    async def one() -> None:
-        async with limiter.slot():
-            seen.append(limiter.in_flight)
-            await asyncio.sleep(0)
-            seen.append(limiter.in_flight)
-
-    await asyncio.gather(*(one() for _ in range(20)))
-    assert len(seen) == 40
-    assert max(seen) == 3
-    assert limiter.in_flight == 0
 
 
 async def test_slots_are_given_in_the_order_of_asking() -> None:
@@ -45,31 +37,26 @@ async def test_slots_are_given_in_the_order_of_asking() -> None:
     assert order == list(range(10))
 
 
-async def test_a_slot_comes_back_when_its_holder_fails_or_its_waiter_is_cancelled() -> None:
+@pytest.mark.parametrize("when", ["while it waits", "in the moment in which it is served"])
+async def test_a_slot_comes_back_when_its_holder_fails_or_its_waiter_is_cancelled(when: str) -> None:
     limiter = Limiter(1)
     with pytest.raises(KeyError):
         async with limiter.slot():
             raise KeyError
-    async with limiter.slot():
-        waiter = asyncio.create_task(limiter.slot().__aenter__())
-        await asyncio.sleep(0)
+    holding = limiter.slot()
+    await holding.__aenter__()
+    waiter = asyncio.create_task(limiter.slot().__aenter__())
+    await asyncio.sleep(0)
+    if when == "while it waits":
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        await holding.__aexit__(None, None, None)
+    else:
+        await holding.__aexit__(None, None, None)
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
     async with asyncio.timeout(5), limiter.slot():
         assert limiter.in_flight == 1
-
-
-@pytest.mark.parametrize("unbounded", [None, -1])
-async def test_without_a_bound_everything_is_in_flight(unbounded: int | None) -> None:
-    limiter = Limiter(unbounded)
-    everyone = asyncio.Barrier(50)
-
-    async def one() -> None:
-        async with limiter.slot():
-            await everyone.wait()
-
-    async with asyncio.timeout(5):
-        await asyncio.gather(*(one() for _ in range(50)))
 
 
 async def test_room_is_there_when_nothing_queues() -> None:
@@ -118,16 +105,46 @@ async def test_a_closed_limiter_lets_nothing_begin_and_what_is_in_flight_end(bou
     assert limiter.in_flight == 0
 
 
-def test_bounds_that_let_nothing_through_are_refused() -> None:
+def test_limits_that_let_nothing_through_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_concurrent is 0"):
         Limiter(0)
-    for rate in (0.0, -1.0):
-        with pytest.raises(ConfigError, match=f"requests_per_second is {rate}"):
-            Limiter(requests_per_second=rate)
+    with pytest.raises(ConfigError, match=r"requests_per_second is -1\.0"):
+        Limiter(requests_per_second=-1.0)
+    with pytest.raises(ConfigError, match="both must be 1 or more"):
+        AdaptiveLimiter(maximum=0)
 
 
-async def test_requests_begin_no_faster_than_asked_and_in_order() -> None:
-    limiter = Limiter(requests_per_second=20.0)
+async def test_a_storm_of_changes_and_cancellations_ends_with_every_slot_back() -> None:
+    rng = random.Random(7)
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=20, clock=clock)
+
+    async def one() -> None:
+        async with limiter.slot():
+            await asyncio.sleep(0)
+
+    tasks = []
+    for _ in range(2000):
+        tasks.append(asyncio.create_task(one()))
+        if rng.random() < 0.3:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.2:
+            clock.now += 15.0
+            limiter.rate_limited(None)
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+        assert limiter.in_flight <= 20
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert limiter.in_flight == 0
+
+
+# -- requests per second ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("per_second", "requests"), [(20.0, 5), (2000.0, 500)])
+async def test_requests_begin_no_faster_than_asked_and_in_order(per_second: float, requests: int) -> None:
+    limiter = Limiter(requests_per_second=per_second)
     begun: list[tuple[int, float]] = []
 
     async def one(number: int) -> None:
@@ -135,49 +152,25 @@ async def test_requests_begin_no_faster_than_asked_and_in_order() -> None:
         begun.append((number, time.monotonic() - started))
 
     started = time.monotonic()
-    await asyncio.gather(*(one(number) for number in range(5)))
-    assert [number for number, _ in begun] == list(range(5))
-    assert all(seconds >= number / 20 for number, seconds in begun)
+    await asyncio.gather(*(one(number) for number in range(requests)))
+    assert [number for number, _ in begun] == list(range(requests))
+    # an event loop's timers may be early by their resolution
+    assert all(seconds >= number / per_second - 0.002 for number, seconds in begun)
 
 
-async def test_a_high_rate_is_kept_from_above_and_is_not_held_down_by_polling() -> None:
+async def test_late_timers_do_not_hold_a_high_rate_down() -> None:
     limiter = Limiter(requests_per_second=2000.0)
     started = time.monotonic()
     for _ in range(1000):
         await limiter.wait_for_request()
-    # bursts of 100 each 50 ms: the last of 1,000 begins after nine periods; polled each 10 ms one by one it took 10 s
     assert 0.45 <= time.monotonic() - started < 9
-
-
-async def test_few_of_many_waiters_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    polling = most = 0
-    acquire = asyncio_throttle.Throttler.acquire
-
-    async def counted(self: Any) -> None:
-        nonlocal polling, most
-        polling += 1
-        most = max(most, polling)
-        try:
-            await acquire(self)
-        finally:
-            polling -= 1
-
-    monkeypatch.setattr(asyncio_throttle.Throttler, "acquire", counted)
-    limiter = Limiter(requests_per_second=5000.0)
-    await asyncio.gather(*(limiter.wait_for_request() for _ in range(8)))
-    waiters = [asyncio.create_task(limiter.wait_for_request()) for _ in range(1000)]
-    await asyncio.sleep(0)
-    for waiter in waiters:
-        waiter.cancel()
-    await asyncio.gather(*waiters, return_exceptions=True)
-    assert most == 1
 
 
 async def test_every_call_of_a_rollout_passes_the_throttle_retries_and_judges_included() -> None:
     limiter = Limiter(requests_per_second=1.0)
     passed = 0
 
-    async def count() -> None:
+    async def count(*, begins: bool) -> None:
         nonlocal passed
         passed += 1
 
@@ -187,3 +180,297 @@ async def test_every_call_of_a_rollout_passes_the_throttle_retries_and_judges_in
     await client.chat.completions.create(**ask)
     await client.untrained.chat.completions.create(**ask)
     assert passed == 2
+
+
+# -- a share of a limit ----------------------------------------------------------------------------------------
+
+
+class Work:
+    """Takes slots and holds each for some turns of the loop."""
+
+    def __init__(self) -> None:
+        self.running, self.most, self.done = 0, 0, 0
+        self.begun = asyncio.Event()
+
+    async def one(self, limiter: Limiter) -> None:
+        async with limiter.slot():
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.begun.set()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            self.running -= 1
+            self.done += 1
+
+    async def many(self, limiter: Limiter, count: int) -> None:
+        """Begins work as blocks and evaluations do: when there is room."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(count):
+                await limiter.wait_for_room()
+                tasks.create_task(self.one(limiter))
+
+
+def test_a_share_keeps_to_its_own_bound_and_the_whole_to_its() -> None:
+    async def play() -> tuple[Work, Work, int]:
+        whole = Limiter(3)
+        mine, others, most = Work(), Work(), 0
+
+        async def look() -> None:
+            nonlocal most
+            while mine.done < 20:
+                most = max(most, mine.running + others.running)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(mine.many(SubLimiter(whole, 2), 20), others.many(whole, 20), look())
+        assert whole.in_flight == 0
+        return mine, others, most
+
+    mine, others, most = asyncio.run(play())
+    assert (mine.most, mine.done, others.done, most) == (2, 20, 20, 3)
+
+
+def test_work_in_a_share_does_not_keep_out_who_waits_for_room_in_the_whole() -> None:
+    async def play() -> int:
+        whole, mine, others = Limiter(16), Work(), Work()
+        busy = asyncio.create_task(mine.many(SubLimiter(whole), 500))
+        await mine.begun.wait()
+        await others.many(whole, 160)
+        done = mine.done
+        await busy
+        return done
+
+    # both have their turns; those who wait for room would otherwise wait for all 500
+    assert asyncio.run(play()) < 250
+
+
+def test_a_closed_share_closes_nothing_else() -> None:
+    async def play() -> None:
+        whole = Limiter(1)
+        share = SubLimiter(whole)
+        share.close()
+        with pytest.raises(NoMoreSlotsError):
+            async with share.slot():
+                pass
+        async with whole.slot():
+            assert (share.free_slots, whole.in_flight) == (0, 1)
+        assert share.free_slots == 1
+
+    asyncio.run(play())
+
+
+def test_what_a_call_tells_its_limiter_reaches_the_whole() -> None:
+    class Told(Limiter):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.said: list[Any] = []
+
+        def answered(self) -> None:
+            self.said.append("answered")
+
+        def rate_limited(self, retry_after_s: float | None) -> None:
+            self.said.append(retry_after_s)
+
+        async def wait_for_request(self, *, begins: bool = False) -> None:
+            self.said.append("request")
+
+    async def play() -> list[Any]:
+        whole = Told()
+        share = SubLimiter(whole, 1)
+        await share.wait_for_request()
+        share.answered()
+        share.rate_limited(2.0)
+        return whole.said
+
+    assert asyncio.run(play()) == ["request", "answered", 2.0]
+
+
+# -- a limit that follows the provider --------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def answer(limiter: AdaptiveLimiter, times: int, used: float = 1.0) -> None:
+    for _ in range(times):
+        limiter.in_flight = round(used * (limiter.max_concurrent or 0))
+        limiter.answered()
+
+
+def test_it_starts_at_20_and_doubles_while_answers_are_clean_up_to_its_maximum() -> None:
+    limiter = AdaptiveLimiter(maximum=100, clock=Clock())
+    seen = [limiter.max_concurrent]
+    for _ in range(4):
+        answer(limiter, limiter.max_concurrent or 0)
+        seen.append(limiter.max_concurrent)
+    assert seen == [20, 40, 80, 100, 100]
+
+
+def test_it_grows_only_after_a_limits_worth_of_answers_and_where_80_percent_are_used() -> None:
+    limiter = AdaptiveLimiter(clock=Clock())
+    answer(limiter, 19)
+    assert limiter.max_concurrent == 20
+    answer(limiter, 1000, used=0.75)
+    assert limiter.max_concurrent == 20
+    answer(limiter, 1, used=0.8)
+    assert limiter.max_concurrent == 40
+
+
+def test_a_429_cuts_it_to_four_fifths_at_most_once_in_15_s() -> None:
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=100, clock=clock)
+    for _ in range(50):
+        limiter.rate_limited(None)
+    assert limiter.max_concurrent == 80
+    clock.now += 14.9
+    limiter.rate_limited(None)
+    assert limiter.max_concurrent == 80
+    clock.now += 0.1
+    limiter.rate_limited(None)
+    assert limiter.max_concurrent == 64
+
+
+def test_a_retry_after_says_how_long_a_cut_is_the_last() -> None:
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=100, clock=clock)
+    limiter.rate_limited(40.0)
+    clock.now += 39.0
+    limiter.rate_limited(40.0)
+    assert limiter.max_concurrent == 80
+    clock.now += 1.0
+    limiter.rate_limited(0.0)
+    assert limiter.max_concurrent == 64
+    # also a server that asks for no wait cannot cut twice for what was sent together
+    limiter.rate_limited(0.0)
+    assert limiter.max_concurrent == 64
+
+
+def test_after_a_cut_it_rests_and_then_grows_by_steps_and_never_below_one() -> None:
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=100, clock=clock)
+    limiter.rate_limited(None)
+    answer(limiter, 500)
+    assert limiter.max_concurrent == 80
+    clock.now += 15.0
+    answer(limiter, 79)
+    limiter.in_flight = 80
+    clock.now += 15.0
+    answer(limiter, 1)
+    assert limiter.max_concurrent == 84
+    for _ in range(100):
+        clock.now += 15.0
+        limiter.rate_limited(None)
+    assert limiter.max_concurrent == 1
+    clock.now += 15.0
+    answer(limiter, 1)
+    assert limiter.max_concurrent == 2
+
+
+async def test_shrinking_takes_no_slot_away_and_gives_none_until_enough_came_back() -> None:
+    limiter = AdaptiveLimiter(start=4, clock=Clock())
+    release = asyncio.Semaphore(0)
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        async with limiter.slot():
+            order.append(number)
+            await release.acquire()
+
+    tasks = [asyncio.create_task(one(number)) for number in range(8)]
+    await asyncio.sleep(0)
+    limiter.rate_limited(None)
+    assert (limiter.in_flight, limiter.max_concurrent) == (4, 3)
+    release.release()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == [0, 1, 2, 3]
+    release.release()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == [0, 1, 2, 3, 4]
+    for _ in range(6):
+        release.release()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks)
+    assert order == list(range(8))
+    assert limiter.in_flight == 0
+
+
+async def evaluate(
+    jobs: int, *, concurrent: int | None = None, per_second: float | None = None, retry_after_s: float | None = None
+) -> dict[str, float]:
+    """`jobs` calls of about 1 s against a provider with a limit on concurrency or on rate, in virtual time."""
+    loop = asyncio.get_running_loop()
+    limiter = AdaptiveLimiter(clock=loop.time)
+    policy = RetryPolicy(max_attempts=9)
+    draw = random.Random(1)
+    serving, refused, failed = 0, 0, 0
+    tokens, refilled = per_second or 0.0, 0.0
+
+    async def attempt() -> None:
+        nonlocal serving, refused, tokens, refilled
+        if per_second is not None:
+            now = loop.time()
+            tokens, refilled = min(per_second, tokens + (now - refilled) * per_second), now
+        if (per_second is not None and tokens < 1) or (concurrent is not None and serving >= concurrent):
+            refused += 1
+            raise RetryableError("slow down", status=429, retry_after_s=retry_after_s)
+        tokens -= 1
+        serving += 1
+        await asyncio.sleep(draw.uniform(0.5, 1.5))
+        serving -= 1
+
+    async def one() -> None:
+        nonlocal failed
+        async with limiter.slot():
+            try:
+                await retry(attempt, policy, None, limiter)
+            except ProviderError:
+                failed += 1
+
+    await asyncio.gather(*(one() for _ in range(jobs)))
+    best = min(float(concurrent or jobs), per_second or float(jobs))
+    return {"of_best": jobs / loop.time() / best, "refused": refused / jobs, "failed": failed / jobs}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "provider", "least", "most_refused"),
+    [
+        (4000, {"concurrent": 50, "retry_after_s": 1.0}, 0.8, 0.05),
+        (1500, {"concurrent": 10, "retry_after_s": 1.0}, 0.8, 0.1),
+        (4000, {"per_second": 30.0, "retry_after_s": 1.0}, 0.9, 0.05),
+    ],
+)
+def test_throughput_comes_near_what_the_provider_gives_with_few_refusals(
+    jobs: int,
+    provider: dict[str, float],
+    least: float,
+    most_refused: float,
+    in_virtual_time: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # the retry loop's jitter
+    monkeypatch.setattr("random.random", random.Random(2).random)
+    measured = in_virtual_time(evaluate(jobs, **provider))  # type: ignore[arg-type]
+    assert measured["of_best"] > least, measured
+    assert measured["refused"] < most_refused, measured
+    assert measured["failed"] < 0.001, measured
+
+
+def test_what_the_user_says_wins_then_the_kind_of_host_decides() -> None:
+    for urls in ("https://api.openai.com/v1", "http://127.0.0.1:8000/v1", ["http://localhost:1/v1", "http://h/v1"]):
+        given = limiter_for(urls, 7, maximum=3, requests_per_second=2.0)
+        assert type(given) is Limiter
+        assert (given.max_concurrent, given.requests_per_second) == (7, 2.0)
+    assert limiter_for("http://h/v1", -1).max_concurrent is None
+    local = limiter_for("http://127.0.0.1:8000/v1", requests_per_second=3.0)
+    assert type(local) is Limiter
+    assert (local.max_concurrent, local.requests_per_second) == (LOCAL_MAXIMUM, 3.0)
+    assert limiter_for(["http://localhost:1/v1", "http://[::1]:2/v1"], maximum=512).max_concurrent == 512
+    remote = limiter_for(["http://localhost:1/v1", "http://gpu1:1/v1"], maximum=64, requests_per_second=4.0)
+    assert isinstance(remote, AdaptiveLimiter)
+    assert (remote.max_concurrent, remote.maximum, remote.requests_per_second) == (20, 64, 4.0)
+    assert limiter_for("https://api.openai.com/v1", maximum=5).max_concurrent == 5

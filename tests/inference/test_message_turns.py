@@ -15,19 +15,16 @@ from token_world import (
     TURNS,
     Dialogue,
     TokenServer,
-    calls,
     counts,
     digest,
+    keeps,
     play,
     strips,
     thinks,
-    tools,
-    tools_in_the_newest_turn,
 )
 
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, ClientBackend, Endpoint, HttpBackend
-from verifiers.inference.rendering import IncrementalRenderer
 from verifiers.inference.retry import RetryableError
 from verifiers.inference.token_in import TokenIn, token_in_for
 from verifiers.rollouts.recording_client import RolloutClient
@@ -61,18 +58,6 @@ async def test_a_template_that_cannot_be_split_gets_messages(caplog: pytest.LogC
         with pytest.raises(ConfigError, match="behind an answer depends"):
             await play(server, "tokens")
     assert "behind an answer depends" in caplog.text
-
-
-async def test_a_template_that_shows_the_tools_again_gets_messages(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "verifiers.rollouts")
-    async with TokenServer(calls, tools_in_the_newest_turn) as server:
-        (rollout,) = await play(server, "auto", tools(4))
-        assert rollout.outcome is Outcome.COMPLETED
-        assert len(server.sent("/v1/chat/completions")) == 4
-        # without tools the same template can be split
-        (rollout,) = await play(server, "auto")
-        assert rollout.forks == 0
-    assert "shows the tools again" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -124,16 +109,6 @@ def test_an_unknown_way_is_refused_and_evaluation_stays_with_messages() -> None:
 # -- routes that fail ------------------------------------------------------------------------------------------------
 
 
-async def test_many_rollouts_at_once_ask_the_server_once_what_it_offers() -> None:
-    async with TokenServer(thinks, strips) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        token_in = TokenIn(backend, "m", retry=NO_WAIT)
-        await asyncio.gather(*(play(server, "auto", token_in=token_in) for _ in range(20)))
-        await backend.close()
-    asked = [body for body in server.sent("/inference/v1/generate") if "seed" not in body["sampling_params"]]
-    assert len(asked) == 1
-
-
 class Failing:
     """A backend with one route that fails with a status, or cannot be reached (None)."""
 
@@ -147,20 +122,11 @@ class Failing:
         if path == self.path:
             self.tries += 1
             raise RetryableError("it fails", status=self.status)
+        if path == TOKENIZE:
+            return {"tokens": [ord(letter) for letter in keeps(arguments["messages"], None)]}
         return {"choices": [{"token_ids": [1], "logprobs": {"content": [{}]}}]}
 
     async def close(self) -> None: ...
-
-
-class Rendered(IncrementalRenderer):
-    """Any template."""
-
-    def __init__(self) -> None: ...
-
-    async def check(self) -> None: ...
-
-    async def first(self, *_: Any) -> list[int]:
-        return [1]
 
 
 @pytest.mark.parametrize("path", [GENERATE, DERENDER])
@@ -168,7 +134,7 @@ async def test_a_route_that_keeps_failing_is_asked_again_after_a_minute_and_turn
     path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = Failing(path, 500)
-    token_in = TokenIn(backend, "m", renderer=Rendered(), retry=NO_WAIT)
+    token_in = TokenIn(backend, "m", retry=NO_WAIT)
     assert await asyncio.gather(*(token_in.offered() for _ in range(20))) == [False] * 20
     assert token_in.is_refused
     assert backend.tries == NO_WAIT.max_attempts
@@ -183,7 +149,7 @@ async def test_a_route_that_keeps_failing_is_asked_again_after_a_minute_and_turn
 @pytest.mark.parametrize(("mode", "status"), [("auto", None), ("tokens", None), ("tokens", 500)])
 async def test_a_server_that_cannot_be_asked_is_asked_once_for_all_who_wait(mode: Any, status: int | None) -> None:
     backend = Failing(GENERATE, status)
-    token_in = TokenIn(backend, "m", mode, renderer=Rendered(), retry=NO_WAIT)
+    token_in = TokenIn(backend, "m", mode, retry=NO_WAIT)
     found = await asyncio.gather(*(token_in.offered() for _ in range(20)), return_exceptions=True)
     assert {type(error) for error in found} == {ProviderError}
     assert backend.tries == NO_WAIT.max_attempts

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from verifiers.errors import OverlongPromptError, ProviderError
-from verifiers.inference.context_overflow import is_context_overflow
 from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.retry import is_context_overflow
 from verifiers.testing import FakeOpenAIServer, Fault
 
 OVERFLOWS = {

@@ -12,9 +12,8 @@ from pool_world import NEVER_PUSHED, loads, pool_of, push, restarted, until
 
 from verifiers.errors import DeadlineError, WeightSyncError
 from verifiers.inference import server_pool
-from verifiers.inference.replica import PARTIALLY_LOADED
 from verifiers.inference.server_client import RefusedError, ServerClient
-from verifiers.inference.server_pool import ServerPool
+from verifiers.inference.server_pool import PARTIALLY_LOADED, ServerPool
 from verifiers.testing import Fault
 
 pytestmark = pytest.mark.usefixtures("in_fast_motion")
@@ -103,20 +102,6 @@ def test_the_first_failure_is_reported_not_the_one_of_resuming() -> None:
     assert "second trouble" not in str(raised.value)
 
 
-def test_a_kind_of_push_may_say_that_its_load_is_not_to_be_repeated() -> None:
-    tries: list[float] = []
-
-    async def load(server: ServerClient, timeout_s: float) -> None:
-        tries.append(timeout_s)
-        raise WeightSyncError("it stands in a collective")
-
-    with pool_of(1) as (pool, (server,)):
-        with pytest.raises(WeightSyncError, match="collective"):
-            push(pool, 1, load)
-        assert len(tries) == 1
-        assert not server.paused
-
-
 class Layers:
     """A load that breaks off leaves layers open, and the next one closes them with tensors of both, as vLLM does."""
 
@@ -156,17 +141,6 @@ def test_the_next_run_loads_until_the_weights_are_whole_after_a_load_that_stayed
         push(other, 1, layers.load)
         other.stop()
         assert layers.held == "whole"
-
-
-def test_a_restarted_server_too_loads_until_the_weights_are_whole() -> None:
-    layers = Layers(0)
-    with pool_of(1) as (pool, (server,)):
-        push(pool, 1, layers.load)
-        layers.broken, layers.held = 4, "first"
-        restarted(server)
-        until(lambda: server.weight_version == 1 and not pool.down)
-        assert layers.held == "whole"
-        assert pool.repeated_loads > pool.restarts == 1
 
 
 def test_what_a_server_refused_is_not_given_to_one_that_comes_back() -> None:

@@ -76,19 +76,6 @@ async def test_the_last_failure_is_raised_with_its_status_and_the_number_of_atte
     assert caught.value.body == "come back later"
 
 
-async def test_a_final_failure_is_tried_once() -> None:
-    tries = 0
-
-    async def attempt() -> None:
-        nonlocal tries
-        tries += 1
-        raise ProviderError("bad key", status=401)
-
-    with pytest.raises(ProviderError, match="bad key"):
-        await retry(attempt, QUICK)
-    assert tries == 1
-
-
 async def test_cancellation_passes_through_the_loop() -> None:
     async def attempt() -> None:
         raise RetryableError("busy")

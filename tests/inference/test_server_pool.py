@@ -200,7 +200,7 @@ def test_a_process_that_is_killed_takes_no_rollout_with_it(
 
 
 def _process(port_file: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "verifiers.testing.fake_server", "--answer", "4"]
+    command = [sys.executable, "-m", "verifiers.testing", "--port", "0", "--answer", "4"]
     return subprocess.Popen([*command, "--port-file", str(port_file), "--parent-pid", str(os.getpid())])
 
 

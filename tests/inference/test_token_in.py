@@ -25,7 +25,6 @@ from token_world import (
 )
 
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.rendering import IncrementalRenderer
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import Outcome
@@ -98,18 +97,6 @@ async def test_rendering_is_linear_in_the_turns() -> None:
             assert rollout.turns == turns
             rendered.append(server.rendered_tokens)
     assert rendered[2] - rendered[1] == pytest.approx(2 * (rendered[1] - rendered[0]), rel=0.1)
-
-
-async def test_turns_may_be_rendered_elsewhere_than_on_the_server() -> None:
-    async def render(messages: Any, tools: Any, options: Any) -> list[int]:
-        return [ord(letter) for letter in strips(messages, tools)]
-
-    async with TokenServer(thinks, strips, absent=["/tokenize"]) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        token_in = TokenIn(backend, "m", "tokens", renderer=IncrementalRenderer(render), retry=NO_WAIT)
-        (rollout,) = await play(server, "tokens", token_in=token_in)
-        await backend.close()
-    assert (rollout.forks, len(rollout.rows), rollout.turns) == (0, 1, TURNS)
 
 
 async def test_a_single_turn_costs_one_request_unless_ids_are_asked_for() -> None:
@@ -207,23 +194,6 @@ async def test_a_try_is_repeated_with_the_same_ids_and_the_same_seed() -> None:
     assert tries[0] == tries[1] == tries[2]
     # and each turn has a seed of its own
     assert len({body["sampling_params"]["seed"] for body in bodies}) == TURNS - 1
-
-
-async def test_a_server_that_stops_answering_is_a_provider_error_and_never_a_reward() -> None:
-    async with TokenServer(thinks, strips) as server:
-        server.before_answer = _fail_at(server, 4, [503] * 99)
-        (rollout,) = await play(server, "auto")
-    assert rollout.outcome is Outcome.PROVIDER_ERROR
-    assert rollout.reward is None
-
-
-async def test_tokens_are_stamped_with_the_versions_that_the_server_reports() -> None:
-    async with TokenServer(digest) as server:
-        server.versions = [{"version": "4", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 9}]
-        (rollout,) = await play(server, "tokens", Dialogue(2), policy_version=lambda: 4)
-    (row,) = rollout.rows
-    assert [version for version in row.versions if version >= 0] == [4, 4, 4, 5, 5, 5, 5, 5, 5] * 2
-    assert (row.oldest_version, row.newest_version) == (4, 5)
 
 
 @pytest.mark.parametrize("generation", ["messages", "tokens"])

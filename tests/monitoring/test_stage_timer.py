@@ -8,7 +8,7 @@ import pytest
 
 from verifiers.inference.limiter import Limiter
 from verifiers.monitoring.stage_timer import RunTime, StageTimer, in_stage, interval_metrics, peak_memory
-from verifiers.rollouts.activity import RolloutActivity, counted_slot
+from verifiers.rollouts.run import RolloutActivity, Run
 
 
 class Time:
@@ -133,7 +133,7 @@ async def test_a_rollout_counts_as_queued_and_then_as_running_also_where_it_is_c
     began, end = asyncio.Event(), asyncio.Event()
 
     async def rollout() -> None:
-        async with counted_slot(limiter, activity):
+        async with Run(None, None, "", limiter=limiter, activity=activity).slot():
             began.set()
             await end.wait()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from verifiers.chat_messages import MOST_CHARACTERS, as_text, messages_of
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import summarize
+from verifiers.notebook import MOST_CHARACTERS, as_text, messages_of
 from verifiers.reports.evaluation import (
     columns_of,
     difference_of,

@@ -195,13 +195,6 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
             blocks.submit_batch(BatchRequest(2, requests(2)))
 
 
-def test_a_server_that_cannot_train_ends_the_run_with_the_reason() -> None:
-    with FakeOpenAIServer("4", token_ids=False) as server, generator(server) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0)))
-        with pytest.raises(NothingScoredError, match="answered without prompt_token_ids"):
-            blocks.get_batch(0)
-
-
 def test_a_block_without_a_score_names_the_commonest_cause_and_the_counts() -> None:
     with FakeOpenAIServer(faults=Fault(401, times=9)) as server, generator(server) as blocks:
         blocks.submit_batch(BatchRequest(4, requests(4)))

@@ -6,14 +6,12 @@ import asyncio
 import gc
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 
 import pytest
 
 import verifiers as vf
-from verifiers import loop_thread
 from verifiers.errors import GenerationError
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
@@ -86,34 +84,3 @@ def test_every_waiter_is_told_at_once_that_the_generators_thread_has_ended(end: 
     assert generator._thread is not None
     assert generator._thread.loop.is_closed()
     assert left_open() == []
-
-
-def test_code_that_stands_still_on_the_loop_delays_the_end_by_a_second_only(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop_thread, "_STOP_RECEIVED_S", 1.0)
-    go_on = threading.Event()
-
-    class Blocking(vf.SingleTurnEnv):
-        async def rollout(self, *args: object, **kwargs: object) -> object:
-            begun.set()
-            go_on.wait(60.0)
-            # it asks nobody: the server of this test ends with it
-            return await asyncio.Event().wait()
-
-    begun = threading.Event()
-    env = Blocking(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
-    with FakeOpenAIServer("x") as server:
-        generator = AsyncBatchGenerator(env, server.url, "fake")
-        generator.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT, "x")]))
-        assert begun.wait(60.0)
-        started = time.monotonic()
-        generator.close()
-        assert time.monotonic() - started < 30
-        assert "its thread did not end in 1 s" in caplog.text
-        go_on.set()
-        assert generator._thread is not None
-        # what was left behind ends after all, with nothing open
-        generator._thread._thread.join(30)
-        generator.close()
-        assert generator._thread.loop.is_closed()

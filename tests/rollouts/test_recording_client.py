@@ -194,38 +194,6 @@ async def test_an_answer_without_a_choice_is_an_error_of_the_provider() -> None:
     assert isinstance(client.last_error, EmptyModelResponseError)
 
 
-OVERLONG = [
-    ("openai", 400, {"error": {"message": "too long", "type": "invalid", "code": "context_length_exceeded"}}),
-    ("vllm", 400, {"message": "This model's maximum context length is 8 tokens. However, you requested 9 tokens."}),
-    ("vllm-new", 400, {"error": {"message": "The decoder prompt is longer than the maximum model length of 8."}}),
-    ("anthropic", 400, {"error": {"message": "prompt is too long: 201 tokens > 200 maximum"}}),
-    ("anthropic-max", 400, {"error": {"message": "input length and `max_tokens` exceed context limit: 9 + 9 > 10"}}),
-    ("llama.cpp", 400, {"error": {"message": "the request exceeds the available context size, try increasing it"}}),
-    ("gateway", 413, {"error": {"message": "Your input exceeds the context window of this model."}}),
-]
-
-
-@pytest.mark.parametrize(("status", "body"), [case[1:] for case in OVERLONG], ids=[case[0] for case in OVERLONG])
-async def test_a_context_overflow_is_known_in_every_wording(status: int, body: dict[str, Any]) -> None:
-    async with FakeOpenAIServer(faults=Fault(status, body=body)) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        client = RolloutClient(backend, model="policy", retry=QUICK)
-        with pytest.raises(OverlongPromptError):
-            await ask(client)
-        assert (client.overlong, client.last_error, client.retries) == (True, None, 0)
-        await backend.close()
-    client = RolloutClient(ClientBackend(FakeClient(faults=Fault(status, body=body))), model="policy")
-    with pytest.raises(OverlongPromptError):
-        await ask(client)
-
-
-@pytest.mark.parametrize(("status", "text"), [(400, "temperature must be at most 2"), (500, "prompt is too long")])
-async def test_other_refusals_are_no_context_overflow(status: int, text: str) -> None:
-    backend = ClientBackend(FakeClient(faults=Fault(status, body={"error": {"message": text}})))
-    with pytest.raises(ProviderError, match=text):
-        await ask(RolloutClient(backend, model="policy", retry=RetryPolicy(max_attempts=1)))
-
-
 async def test_every_token_is_stamped_with_the_version_that_the_server_reports_for_it() -> None:
     choice = {
         "message": {"content": "abcd"},
@@ -244,20 +212,6 @@ async def test_every_token_is_stamped_with_the_version_that_the_server_reports_f
     )
     await ask(client)
     assert client.turns[0].versions == [4, 3, 5, 5]
-
-
-async def test_without_a_servers_stamp_the_version_at_the_calls_start_counts() -> None:
-    version = 3
-
-    def answer(body: dict[str, Any]) -> str:
-        nonlocal version
-        version = 4
-        return "ab"
-
-    fake = FakeClient(answer, weight_version="default")
-    client = RolloutClient(ClientBackend(fake), model="policy", require_tokens=True, policy_version=lambda: version)
-    await ask(client)
-    assert client.turns[0].versions == [3, 3, 3]
 
 
 async def test_the_handle_looks_like_the_client_it_stands_for(backend: HttpBackend) -> None:
@@ -327,11 +281,6 @@ def test_truncation_is_that_of_the_last_turn() -> None:
     assert rows[0].is_truncated
 
 
-def test_a_shorter_prompt_than_what_is_held_is_a_fork() -> None:
-    rows, forks = rows_from_turns([turn([1, 2], [3, 4]), turn([1, 2, 3], [5])])
-    assert (len(rows), forks) == (2, 1)
-
-
 async def test_a_training_answer_gives_its_tokens_where_they_are_read_and_as_the_server_sent_them_where_asked() -> (
     None
 ):
@@ -342,3 +291,11 @@ async def test_a_training_answer_gives_its_tokens_where_they_are_read_and_as_the
     assert plain.choices[0].token_ids == list(client.turns[0].completion_ids) == asked.choices[0].token_ids
     assert plain.prompt_token_ids == list(client.turns[0].prompt_ids)
     assert [entry.token for entry in asked.choices[0].logprobs.content][:4] == list("four")
+
+
+async def test_a_prompt_that_does_not_fit_the_context_is_noted_and_is_no_failure() -> None:
+    fault = Fault(400, body={"error": {"message": "prompt is too long: 201 tokens > 200 maximum"}})
+    client = RolloutClient(ClientBackend(FakeClient(faults=fault)), model="policy", retry=QUICK)
+    with pytest.raises(OverlongPromptError):
+        await ask(client)
+    assert (client.overlong, client.last_error, client.retries) == (True, None, 0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from verifiers.concurrency import gather_owned
 from verifiers.envs.environment import Environment
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.inference.endpoint import ClientBackend
@@ -86,15 +85,6 @@ async def test_a_rollout_written_for_either_generation_is_run_recorded_and_score
     body = fake.requests[0].body
     assert (body["model"], body["temperature"], body["seed"]) == ("policy", 0.7, turn_seed(0, 0))
     assert rollout.usage.completion_tokens == 2
-
-
-async def test_a_second_way_is_known_by_its_client_in_second_place() -> None:
-    class Named(AsksInTheSecondWay):
-        async def rollout(self, row: Any, client: Any, model: str, sampling_args: Any) -> Any:  # type: ignore[override]
-            assert row["example_id"] == 5
-            return await super().rollout(row, client, model, sampling_args)
-
-    assert (await run_one(Named())).reward == 1.0
 
 
 async def test_an_answer_cut_for_length_is_truncated_and_scored() -> None:
@@ -291,18 +281,6 @@ async def test_a_mistake_that_every_rollout_would_repeat_ends_the_run() -> None:
     fake = FakeClient(lambda body: 3)  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigError):
         await runner(Asks(), fake, require_tokens=True).run_groups([[request(0), request(1)]])
-
-
-async def test_the_first_error_keeps_its_traceback_and_its_own_cause() -> None:
-    cause = KeyError("the cause")
-
-    async def fails() -> None:
-        raise ConfigError("the error") from cause
-
-    with pytest.raises(ConfigError) as caught:
-        await gather_owned([fails(), asyncio.sleep(0)])
-    assert caught.value.__cause__ is cause
-    assert caught.traceback[-1].name == "fails"
 
 
 async def test_an_environment_may_write_into_what_it_is_given() -> None:

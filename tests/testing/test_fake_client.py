@@ -92,23 +92,10 @@ async def test_a_hang_ends_at_the_timeout_of_the_call() -> None:
     assert client.in_flight == 0
 
 
-async def test_a_function_may_answer_with_a_fault() -> None:
-    client = FakeClient(lambda body: Fault(status=200, body={"choices": []}))
-    answer = await client.chat.completions.create(model="m", messages=USER)
-    assert answer.choices == []
-
-
 async def test_a_scripted_answer_of_a_wrong_type_is_named() -> None:
     client = FakeClient(lambda body: 4)  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigError, match="answer is 4"):
         await client.chat.completions.create(model="m", messages=USER)
-
-
-async def test_the_client_is_configured_and_closed_like_the_sdk() -> None:
-    async with FakeClient(base_url="http://there/v1", api_key="k") as client:
-        assert (client.base_url, client.api_key) == ("http://there/v1", "k")
-        assert client.with_options(timeout=3) is client
-    assert client.closed
 
 
 def test_every_public_name_of_the_package_loads() -> None:

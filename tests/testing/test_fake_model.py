@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import jsonschema
@@ -13,8 +14,7 @@ from verifiers.evals.evaluation_run import LoopLag, iter_requests
 from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import judge_yes_no
-from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, answer_as_judge, play_judges
-from verifiers.testing.fake_tools import fake_value
+from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, answer_as_judge, fake_value, play_judges
 
 PARSERS = {
     "plain": vf.Parser(),
@@ -128,7 +128,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_made_up_arguments_are_what_the_schema_takes(name: str) -> None:
     for number in range(20):
-        value = fake_value(SCHEMAS[name], lambda what, n=number: (hash((n, what)) % 1000) / 1000)  # type: ignore[misc]
+        value = fake_value(SCHEMAS[name], random.Random(number))
         jsonschema.validate(value, SCHEMAS[name])
 
 

@@ -57,15 +57,6 @@ def test_it_answers_with_a_text_or_a_script_and_ends_by_either_signal(tmp_path: 
         assert process.wait(30) == 130
 
 
-def test_a_list_is_given_one_by_one_and_from_the_start_again(tmp_path: Path) -> None:
-    script = tmp_path / "answers.json"
-    script.write_text(json.dumps(["one", {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]}]))
-    with FakeOpenAIServer(_script(script)) as server:
-        answers = [ask(server.url) for _ in range(3)]
-    assert [answer["content"] for answer in answers] == ["one", None, "one"]
-    assert answers[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
-
-
 def test_a_function_is_given_each_request(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("def answer(request):\n    return request['messages'][-1]['content'][::-1]\n")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from verifiers.errors import WeightProbeError
-from verifiers.inference.replica import WeightUpdate
 from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.inference.server_pool import WeightUpdate
 from verifiers.train.weight_sync import DirectorySync
 
 PROMPT = [7, 3, 11, 2, 5, 19, 8]

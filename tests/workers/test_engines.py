@@ -16,6 +16,7 @@ import pytest
 import worker_world as world
 
 from verifiers.types import Outcome
+from verifiers.workers.processes import ProcessEngine
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,8 @@ async def test_a_fault_of_a_worker_costs_its_own_rollouts_alone(what: str, new_e
     assert sum(block.outcomes().values()) == len(block.launched)
     kinds = Counter(one.failure.kind for one in block.launched if one.failure is not None)
     assert kinds == {"MemoryError" if what == "fill memory" else "RolloutWorkerError": 2}
-    if what == "hang":
+    if what == "hang" and new_engine is ProcessEngine:
+        # what a worker in Ray prints last is shown by Ray
         text = str(next(one.failure for one in block.launched if one.failure is not None))
         assert "one function has blocked the event loop" in text
         assert "in do" in text
@@ -76,13 +78,11 @@ async def test_a_killed_worker_leaves_no_process_of_its_own(by: str, tmp_path: P
         await world.until(lambda: not is_alive(child))
 
 
-async def test_logs_and_prints_reach_the_run_with_the_number_of_their_worker(
-    new_engine: NewEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_logs_reach_the_run_with_the_number_of_their_worker(
+    new_engine: NewEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with caplog.at_level(logging.INFO):
         played, _ = world.workers_of(world.Talkative, new_engine(1))
         await world.runner_of(played).run_group(world.requests_of(played, [0], size=1)[0])
     said = [(record.name, record.levelname, record.getMessage()) for record in caplog.records]
     assert ("mine", "WARNING", "worker 0: a log line of the environment") in said
-    assert ("verifiers.workers", "INFO", "worker 0: a printed line") in said

@@ -74,7 +74,7 @@ async def test_a_node_that_is_lost_costs_the_rollouts_on_it_alone(
     async def lose_a_node() -> None:
         await world.until(lambda: all(path.exists() for path in waiting))
         await asyncio.to_thread(ray_cluster.remove_node, spots[0])
-        await world.until(lambda: sum(link.is_ready for link in workers.pool()._links) == 1)
+        await world.until(lambda: sum(link.may_play for link in workers.pool()._links) == 1)
         (tmp_path / "release").touch()
 
     async with asyncio.TaskGroup() as tasks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -156,38 +155,6 @@ async def test_a_worker_lost_while_it_scores_has_its_group_played_again() -> Non
     assert [one.attempts for one in block.launched] == [2, 2]
 
 
-async def test_a_worker_that_does_not_end_a_rollout_at_its_deadline_is_killed() -> None:
-    class Deaf(world.InLoop):
-        async def start(self, link: Any) -> Any:
-            running = await super().start(link)
-            running.worker._on_cancel = lambda message: None
-            return running
-
-    engine = Deaf(1)
-    played, _ = world.workers_of(world.Faulty, engine, grace_s=0.2)
-    async with asyncio.timeout(20):
-        group = await world.runner_of(played, rollout_timeout_s=0.2).run_group(world.fault_requests("wait")[0])
-        assert [one.outcome for one in group.rollouts] == [Outcome.TIMED_OUT, Outcome.TIMED_OUT]
-        # the next worker plays on
-        group = await world.runner_of(played).run_group(world.fault_requests("")[0])
-    assert [(one.reward, one.failure) for one in group.rollouts] == [(1.0, None), (1.0, None)]
-
-
-async def test_a_worker_that_has_grown_is_replaced_between_groups() -> None:
-    engine = world.InLoop(1)
-    played, _ = world.workers_of(world.one_turn, engine, recycle_bytes=1 << 20)
-    runner = world.runner_of(played)
-    requests = world.requests_of(played, range(6))
-    assert all(one.is_scored for one in (await runner.run_group(requests[0])).rollouts)
-    engine.running[0].worker.connection.send({"op": "size", "bytes": 1 << 40})
-    async with asyncio.timeout(20):
-        while len(engine.running) < 2:  # noqa: ASYNC110 - an engine tells nobody
-            await asyncio.sleep(0.01)
-        groups = await runner.run_groups(requests[1:])
-    assert all(one.is_scored for group in groups for one in group.rollouts)
-    assert engine.running[0].task.done()
-
-
 async def test_an_environment_that_cannot_be_loaded_ends_the_run_with_its_error() -> None:
     env = world.one_turn()
     workers = vf_workers(env, functools.partial(world.Faulty, nonsense=1))
@@ -232,12 +199,6 @@ def test_an_environment_that_needs_rank_0_is_refused(kind: Any) -> None:
         vf_workers(env, world.one_turn).of(env)
 
 
-def test_a_path_that_is_no_text_stays_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("/somewhere")])
-    message = vf_workers(world.one_turn(), world.one_turn).load_message()
-    assert message["sys_path"] == sys.path[:-1]
-
-
 def test_an_environment_without_a_factory_is_refused() -> None:
     with pytest.raises(ConfigError, match="give them a factory"):
         vf_workers(world.one_turn(), world.one_turn).of(world.Faulty())
@@ -254,4 +215,4 @@ async def test_what_finished_rollouts_leave_behind_is_nothing(tmp_path: Path) ->
         )
     for link in workers.pool()._links:
         assert (link.in_play, link.unscored, +link.groups) == (0, 0, {})
-        assert not any((link._rollouts, link._calls, link._timers, link._scores))
+        assert not any((link._rollouts, link._calls, link._scores))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,8 @@ import worker_world as world
 
 import verifiers as vf
 from verifiers.errors import ConfigError, OverlongPromptError, RolloutWorkerError
-from verifiers.inference.limiter import NoMoreSlotsError
 from verifiers.types import Outcome
-from verifiers.workers.link import WorkerLink
+from verifiers.workers.pool import WorkerLink
 
 Act = Callable[[vf.State], Any]
 
@@ -103,64 +101,12 @@ async def test_a_rollout_that_is_dropped_before_it_has_a_slot_ends(begin_with: A
     assert [link.failure for link in workers.pool()._links] == [None, None]
 
 
-async def test_a_rollout_that_is_dropped_as_it_begins_ends(begin_with: Any) -> None:
-    played, _ = world.workers_of(world.Scripted, world.InLoop(1))
-    runner = world.runner_of(played)
-
-    async def drop(state: vf.State) -> None:
-        runner.deadlines.drop()
-        await asyncio.sleep(3600)
-
-    begin_with(drop)
-    async with asyncio.timeout(20):
-        rollouts = await runner.play(world.requests_of(played, [0])[0])
-    assert all(one.outcome.is_failure for one in rollouts)
-
-
-async def test_a_rollout_that_ends_at_its_deadline_leaves_its_worker_alone_and_nothing_in_it(
-    begin_with: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin_with(nothing)
-    engine = world.InLoop(1)
-    played, workers = world.workers_of(world.Scripted, engine)
-    runner = world.runner_of(played)
-    done = WorkerLink._on_done
-
-    def end_at_deadline(link: WorkerLink, message: Any) -> None:
-        runner.deadlines.drop()
-        done(link, message)
-
-    monkeypatch.setattr(WorkerLink, "_on_done", end_at_deadline)
-    rollouts = await runner.play(world.requests_of(played, [0], size=1)[0])
-    assert [one.outcome.is_failure for one in rollouts] == [True]
-    (link,) = workers.pool()._links
-    async with asyncio.timeout(20):
-        await world.until(lambda: link.may_play)
-    assert engine.running[0].worker._held == {}
-
-
 async def both_ready(workers: Any) -> list[WorkerLink]:
     links = workers.pool()._links
     async with asyncio.timeout(20):
-        while len(links) < 2 or not all(link.is_ready for link in links):  # noqa: ASYNC110 - nobody waits for all
+        while len(links) < 2 or not all(link.may_play for link in links):  # noqa: ASYNC110 - nobody waits for all
             await asyncio.sleep(0.005)
     return links
-
-
-async def test_a_retry_waits_for_the_worker_of_its_group(begin_with: Any) -> None:
-    begin_with(nothing)
-    played, workers = world.workers_of(world.Scripted)
-    runner, requests = world.runner_of(played), world.requests_of(played, [0])[0]
-    await both_ready(workers)
-    first = await runner.play(requests)
-    link = first[0].state.held[0]
-    link.expect("something else", 3600)
-    asyncio.get_running_loop().call_later(0.05, link._stop_expecting, "something else")
-    again = await runner.play(requests[1:])
-    assert again[0].state.held[0] is link
-    await runner.score([first[0], again[0]])
-    assert first[0].is_scored
-    assert again[0].is_scored
 
 
 async def test_a_group_in_two_workers_is_freed_in_both(begin_with: Any) -> None:
@@ -206,39 +152,6 @@ async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any)
     assert "no dump" in str(broken.failure)
 
 
-async def test_rollouts_that_wait_for_a_slot_end_with_their_environment(begin_with: Any) -> None:
-    world.GivesUp.begun = asyncio.Event()
-
-    async def wait(state: vf.State) -> None:
-        world.GivesUp.begun.set()
-        await asyncio.sleep(3600)
-
-    begin_with(wait)
-    played, _ = world.workers_of(world.GivesUp)
-    async with asyncio.timeout(20):
-        rollouts = await world.runner_of(played, slots=1).play(world.requests_of(played, [0])[0])
-    assert {one.outcome for one in rollouts} == {Outcome.ENVIRONMENT_ERROR}
-
-
-async def test_a_rollout_that_its_environment_gives_up_frees_its_slot_and_costs_no_worker(begin_with: Any) -> None:
-    async def wait_at_first(state: vf.State) -> None:
-        if world.GivesOneUp.gives_up:
-            await asyncio.sleep(3600)
-
-    begin_with(wait_at_first)
-    played, workers = world.workers_of(world.GivesOneUp, grace_s=30.0)
-    runner = world.runner_of(played, slots=1)
-    async with asyncio.timeout(20):
-        rollouts = await runner.play(world.requests_of(played, [0], size=3)[0])
-    assert [one.outcome for one in rollouts] == [Outcome.COMPLETED] * 3
-    links = workers.pool()._links
-    # each ends what was given up before it would be killed for that
-    async with asyncio.timeout(20):
-        await world.until(lambda: all(link.may_play for link in links))
-    assert runner.limiter.in_flight == 0
-    assert not any(link.lost.done() for link in links)
-
-
 @pytest.mark.parametrize("what", ["image", "tool"])
 async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -> None:
     def refuse(sent: Any) -> None:
@@ -250,25 +163,6 @@ async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -
     group = await runner.run_group(world.requests_of(played, [0])[0])
     assert {one.outcome for one in group.rollouts} == {Outcome.COMPLETED}
     assert [one.turns for one in group.rollouts] == [1, 1]
-
-
-class Refusing(world.Model):
-    """A model that no call of this environment suits."""
-
-    async def call(self, path: str, arguments: Any) -> Any:
-        raise ConfigError("this model takes no such call")
-
-
-async def test_what_every_rollout_in_a_worker_would_meet_ends_the_run(begin_with: Any) -> None:
-    async def swallow(state: vf.State) -> None:
-        with contextlib.suppress(Exception):
-            await ask(state, "something")
-
-    begin_with(swallow)
-    played, _ = world.workers_of(world.Scripted)
-    runner = world.runner_of(played, Refusing(), require_tokens=True)
-    with pytest.raises(ConfigError, match="no such call"):
-        await runner.run_group(world.requests_of(played, [0])[0])
 
 
 async def test_a_worker_whose_connection_is_lost_gets_no_group() -> None:
@@ -307,28 +201,13 @@ async def test_an_untrained_call_has_the_arguments_of_the_sdk(begin_with: Any) -
     assert "temperature" not in asked
 
 
-async def test_a_rollout_that_has_asked_for_nothing_does_not_begin_after_the_end(begin_with: Any) -> None:
-    played, _ = world.workers_of(world.Scripted)
-    runner = world.runner_of(played)
-    runner.limiter.requests_per_second = 1000.0
-
-    async def close(state: vf.State) -> None:
-        runner.limiter.close()
-
-    begin_with(close)
-    with pytest.raises(NoMoreSlotsError, match="no new rollout starts"):
-        await runner.run_groups(world.requests_of(played, [0], size=1))
-
-
 async def test_a_score_that_is_given_up_leaves_nothing_in_the_worker() -> None:
     engine = world.InLoop(1)
-    played, workers = world.workers_of(world.Faulty, engine)
+    played, _ = world.workers_of(world.Faulty, engine)
     async with asyncio.timeout(20):
         group = await world.runner_of(played, grading_timeout_s=0.1).run_group(world.fault_requests("score wait")[0])
         assert {one.outcome for one in group.rollouts} == {Outcome.GRADING_ERROR}
-        while not workers.pool()._links[0].may_play:  # noqa: ASYNC110 - nobody waits for it
-            await asyncio.sleep(0.005)
-    assert engine.running[0].worker._held == {}
+        await world.until(lambda: not engine.running[0].worker._held)
 
 
 async def test_every_environment_of_a_run_is_loaded_before_the_first_rollout() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -27,8 +26,7 @@ from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import Run
 from verifiers.testing.script import response_body
 from verifiers.types import RolloutKey
-from verifiers.workers.link import WorkerLink
-from verifiers.workers.pool import RemoteWorkers
+from verifiers.workers.pool import RemoteWorkers, WorkerLink
 from verifiers.workers.worker import RolloutWorker
 
 WITHIN_S = 180.0
@@ -47,15 +45,6 @@ def compares(completions: list[vf.Messages]) -> list[float]:
 
 def one_turn() -> vf.Environment:
     return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[agrees, compares], weights=[1.0, 0.5]))
-
-
-def rows() -> list[dict[str, Any]]:
-    return ROWS
-
-
-def idle() -> vf.Environment:
-    """Return an environment whose rows a worker does not make."""
-    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[agrees]))
 
 
 class Dialogue(vf.MultiTurnEnv):
@@ -211,35 +200,6 @@ class Scripted(vf.SingleTurnEnv):
     async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
         await type(self).act(state)
         return await super().setup_state(state, **kwargs)
-
-
-class GivesUp(Scripted):
-    """Raises when its first rollout has begun."""
-
-    begun = asyncio.Event()
-
-    async def run_rollouts(self, requests: Any, run: Any) -> Any:
-        playing = asyncio.ensure_future(super().run_rollouts(requests, run))
-        await self.begun.wait()
-        playing.cancel()
-        raise LookupError("the whole group")
-
-
-class GivesOneUp(Scripted):
-    """Plays its rollouts one after the other, after it gave the first up twice."""
-
-    gives_up = False
-
-    async def run_rollouts(self, requests: Any, run: Any) -> Any:
-        def play(index: int) -> Any:
-            return super(GivesOneUp, self).run_rollouts(requests[index : index + 1], run)
-
-        type(self).gives_up = True
-        for _ in range(2):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(play(0), 0.3)
-        type(self).gives_up = False
-        return [rollout for index in range(len(requests)) for rollout in await play(index)]
 
 
 FAULTS = (

@@ -29,9 +29,8 @@ from verifiers.inference.server_pool import backend_for
 from verifiers.keywords import check_keywords, ignore_keywords, parameter_names
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import plain, sanitize_tool_calls
-from verifiers.rollouts.play import begin_state
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, requests_by_prompt
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import Run, begin_state, take_score
 from verifiers.types import (
     ChatMessage,
     GenerateOutputs,
@@ -494,7 +493,7 @@ async def generate(
             states = [rollout.state for rollout in played]
             scores = await scores_by_columns(rubric, states, max_concurrent=max_concurrent_scoring)
             for rollout, of_rollout in zip(played, scores, strict=True):
-                rollout.take_score(of_rollout)
+                take_score(rollout, of_rollout)
     return generate_outputs(
         env, rollouts, scored=score, model=model, client=client, sampling_args=sampling_args, started=started
     )

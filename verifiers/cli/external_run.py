@@ -18,14 +18,12 @@ from verifiers.envs.external_env import ExternalEnv, new_session_id
 from verifiers.evals.evaluation_run import EVALUATION_BLOCK
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, json_line
-from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.calls import RefusedCallError, validated
 from verifiers.gateway.external_sessions import EndedSession, ExternalSession, SessionRoutes
 from verifiers.gateway.session import Budget
-from verifiers.gateway.wire_format import validated
 from verifiers.inference.endpoint import Backend
-from verifiers.rollouts.play import FATAL_ERRORS
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import FATAL_ERRORS, Run
 from verifiers.types import Outcome, RolloutInput, RolloutKey
 
 TOKENS = "tokens.jsonl"

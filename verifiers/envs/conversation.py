@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
-from verifiers.inference.context_overflow import is_context_overflow
+from verifiers.inference.retry import is_context_overflow
 from verifiers.inference.wire import assistant_message, overlong_response
 from verifiers.types import (
     ChatMessage,

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.chat_messages import drop_none
 from verifiers.errors import ConfigError
 from verifiers.keywords import warn_once
-from verifiers.types import ChatMessage, Info, Messages, MessageType
+from verifiers.types import ChatMessage, Info, Messages, MessageType, drop_none
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -16,9 +16,8 @@ from verifiers.errors import ConfigError
 from verifiers.keywords import set_extra_keywords
 from verifiers.notebook import environment_html
 from verifiers.parsers.parser import Parser
-from verifiers.rollouts.play import play
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import Run, play
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, RewardFunc, SamplingArgs, State
 

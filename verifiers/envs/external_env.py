@@ -14,11 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from verifiers.envs.agent_env import AgentOptions, GatewayEnv
 from verifiers.errors import ConfigError, GradingError
-from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.calls import RefusedCallError, validated
 from verifiers.gateway.external_sessions import ExternalSession, SessionRoutes, admin_key
 from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
-from verifiers.gateway.wire_format import validated
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import RolloutInput, RolloutScore, State
 

@@ -12,9 +12,11 @@ from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming as Params
 from pydantic import TypeAdapter
 
-from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
-from verifiers.gateway.session import Session, read_arguments
-from verifiers.gateway.wire_format import (
+from verifiers.gateway.calls import (
+    SAMPLING_ARGUMENTS,
+    AgentCall,
+    RefusedCallError,
+    function_call,
     joined_text,
     named_event,
     reasoning_of,
@@ -23,9 +25,8 @@ from verifiers.gateway.wire_format import (
     validated,
     validated_body,
 )
+from verifiers.gateway.session import Session, read_arguments
 from verifiers.inference.endpoint import CHAT
-
-__all__ = ["MessagesWire"]
 
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
 _COUNT: TypeAdapter[Any] = TypeAdapter(MessageCountTokensParams)
@@ -37,7 +38,7 @@ _READ = frozenset(
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 431: "request_too_large",
+    409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error",
     501: "api_error",
 }  # fmt: skip
 
@@ -191,9 +192,7 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
             thinking += block["thinking"]
         elif kind == "tool_use":
             arguments = session.arguments_text(block["id"], json.dumps(block["input"], ensure_ascii=False))
-            calls.append(
-                {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
-            )
+            calls.append(function_call(block["id"], block["name"], arguments))
         elif kind == "tool_result":
             output = joined_text(block.get("content") or "", ("text",))
             if not isinstance(output, str):

@@ -1,27 +1,18 @@
-"""One call of an agent, apart from the wire format it came in, its JSON body, and the refusal that may answer it."""
+"""One call of an agent, apart from the wire format it came in; its body, its refusal, and what the formats share."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = [
-    "MAX_VALUES",
-    "SAMPLING_ARGUMENTS",
-    "AgentCall",
-    "RefusedCallError",
-    "json_bytes",
-    "json_object",
-    "json_response",
-    "openai_error",
-]
+    from verifiers.gateway.session import Session
 
 SAMPLING_ARGUMENTS = frozenset(
     {
@@ -34,10 +25,10 @@ SAMPLING_ARGUMENTS = frozenset(
 
 
 MAX_VALUES = 200_000
-"""Most values in the body of one call, those of all its objects and lists together."""
+"""Most values in the body of one call; commas and brackets in its texts count, too."""
 
-# a run of strings is one match, and so is one without an end: what is in them counts nothing
-_STRUCTURE = re.compile(r'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)[^"\[{,]*+)++|[\[{,]', re.DOTALL)
+PIECE = 48
+"""Characters in one event of a streamed answer."""
 
 
 class RefusedCallError(Exception):
@@ -61,15 +52,11 @@ class RefusedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """A call, in the terms of chat or text completions.
+    """A call, in the terms of chat or text completions, as the agent asked for it.
 
     Attributes:
         path: `CHAT` or `COMPLETIONS`.
-        model: that the agent asked for.
         arguments: of `create`, without the model and the sampling.
-        sampling: the sampling arguments that the agent asked for.
-        max_tokens: that the agent asked for.
-        stream: the answer is wanted as server-sent events.
         echo: what the wire format repeats in its answer.
     """
 
@@ -90,7 +77,10 @@ def json_object(raw: bytes) -> dict[str, Any]:
     """
     try:
         text = raw.decode("utf-8-sig", "surrogatepass")
-        _refuse_many_values(text)
+        # each value follows a comma or the bracket of what it is in
+        if sum(map(text.count, "[{,")) > MAX_VALUES:
+            said = f"the body has more than {MAX_VALUES:,} values; send fewer messages."
+            raise RefusedCallError(said, status=413, code="request_too_large")
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RefusedCallError(f"the body is not JSON: {error}") from None
@@ -99,17 +89,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _refuse_many_values(text: str) -> None:
-    # each value follows a comma or the bracket of what it is in
-    if sum(map(text.count, "[{,")) <= MAX_VALUES:
-        return
-    outside_strings = (match for match in _STRUCTURE.finditer(text) if text[match.start()] != '"')
-    if next(itertools.islice(outside_strings, MAX_VALUES, None), None) is not None:
-        said = f"the body has more than {MAX_VALUES:,} values; send fewer messages."
-        raise RefusedCallError(said, status=413, code="request_too_large")
-
-
-def json_bytes(data: Any) -> bytes:
+def _json_bytes(data: Any) -> bytes:
     """Return data as JSON in UTF-8; half of a surrogate pair, which models do write, is escaped."""
     try:
         return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
@@ -121,10 +101,137 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     """Return data as the body of an answer."""
     from aiohttp import web
 
-    return web.Response(body=json_bytes(data), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=_json_bytes(data), status=status, headers=headers, content_type="application/json")
 
 
 def openai_error(refusal: RefusedCallError) -> dict[str, Any]:
     """Return a refusal as OpenAI's error object."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
+
+
+class WireFormat(Protocol):
+    """One route's dialect."""
+
+    keep_alive: bytes
+    """Sent while an answer that is to be streamed is generated."""
+
+    def read(self, body: Any, session: Session) -> AgentCall:
+        """Return a request's body as a call.
+
+        Raises:
+            RefusedCallError: it is malformed, or asks for what cannot be had.
+        """
+        ...
+
+    def answer(self, completion: Mapping[str, Any], call: AgentCall, session: Session) -> dict[str, Any]:
+        """Return a chat or text completion in the dialect."""
+        ...
+
+    def events(self, answer: Mapping[str, Any], call: AgentCall) -> Iterator[bytes]:
+        """Return a whole answer as the events of a stream."""
+        ...
+
+    def error(self, refusal: RefusedCallError) -> dict[str, Any]:
+        """Return the body of a refusal."""
+        ...
+
+    def error_event(self, refusal: RefusedCallError) -> bytes:
+        """Return a refusal as an event, for a stream that has begun."""
+        ...
+
+
+def validated_body(adapter: TypeAdapter[Any], body: Mapping[str, Any], **replaced: Any) -> dict[str, Any]:
+    """Return a body as the SDK's type of calls that do not stream reads it.
+
+    Fields that are checked apart are `replaced` by a value that passes.
+
+    Raises:
+        RefusedCallError: with the first thing that is wrong, and where.
+    """
+    if not isinstance(body.get("stream"), (bool, type(None))):
+        raise RefusedCallError("stream: give true or false.")
+    given = {name: value for name, value in body.items() if value is not None}
+    checked: dict[str, Any] = validated(adapter, {**given, "stream": False, **replaced})
+    return checked
+
+
+def validated(adapter: TypeAdapter[Any], value: Any, name: str = "") -> Any:
+    """Return a value as the SDK's types read it, lists of it included.
+
+    Raises:
+        RefusedCallError: with the first thing that is wrong, and where.
+    """
+    try:
+        return _materialized(adapter.validate_python(value))
+    except RecursionError:
+        raise RefusedCallError(f"{name or 'the body'} is nested too deep.") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in ((name,) if name else ()) + first["loc"])
+        raise RefusedCallError(f"{place or 'the body'}: {first['msg']}") from None
+
+
+def _materialized(value: Any) -> Any:
+    # SDKs type lists as iterables, which pydantic checks when they are read
+    if isinstance(value, dict):
+        return {name: _materialized(item) for name, item in value.items()}
+    if isinstance(value, (str, bytes, int, float, BaseModel)) or value is None:
+        return value
+    if isinstance(value, Iterable):
+        return [_materialized(item) for item in value]
+    return value
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Return the reasoning of a chat message, under either of the names that servers give it."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""
+
+
+def without_none(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object without its null fields, which SDKs repeat from what they were answered."""
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def refuse_unsupported(body: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse fields that would change the answer and cannot be honoured.
+
+    `neutral` has the values of further fields that ask for what is done anyway.
+
+    Raises:
+        RefusedCallError: with the field and its value.
+    """
+    for name, value in body.items():
+        if value is None or name in known or value in neutral.get(name, ()):
+            continue
+        raise RefusedCallError(
+            f"{name}={value!r:.100} is not supported here; leave it out.", code="unsupported_value"
+        )
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call of a tool as chat messages have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def joined_text(parts: Any, kinds: Collection[str]) -> Any:
+    """Return parts that are all text as one string, as a chat template joins them; anything else as it is."""
+    if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def text_pieces(text: str) -> Iterator[str]:
+    """Return a text in the pieces in which it is streamed."""
+    for start in range(0, len(text), PIECE):
+        yield text[start : start + PIECE]
+
+
+def data_event(data: Any) -> bytes:
+    """Return a server-sent event without a name."""
+    return b"data: " + _json_bytes(data) + b"\n\n"
+
+
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event named by its data's type."""
+    return f"event: {data['type']}\n".encode() + data_event(data)

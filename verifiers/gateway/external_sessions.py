@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from verifiers.errors import AgentError, ConfigError
-from verifiers.gateway.calls import RefusedCallError, json_object, json_response
+from verifiers.gateway.calls import RefusedCallError, json_object, json_response, validated
 from verifiers.gateway.session import Session
-from verifiers.gateway.wire_format import validated
 from verifiers.http_requests import has_key, read_body
 from verifiers.server_process import url_of
 from verifiers.types import Messages
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-__all__ = ["KEY_VARIABLE", "EndedSession", "ExternalSession", "SessionRoutes", "admin_key"]
 
 KEY_VARIABLE = "VF_GATEWAY_KEY"
 SHORTEST_KEY = 16

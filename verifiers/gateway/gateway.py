@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
-from verifiers.gateway.calls import RefusedCallError, json_object, json_response
-from verifiers.gateway.listener import MAX_BODY, MAX_HEADERS, Listener
+from verifiers.gateway.calls import RefusedCallError, WireFormat, json_object, json_response
+from verifiers.gateway.listener import MAX_BODY, Listener
 from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.http_requests import bearer_token, read_body
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
@@ -22,10 +22,7 @@ from verifiers.log import text_without_credentials
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from verifiers.gateway.wire_format import WireFormat
     from verifiers.http_requests import Handler
-
-__all__ = ["Gateway", "gateway_of_loop"]
 
 logger = logging.getLogger("verifiers.gateway")
 
@@ -41,10 +38,7 @@ class Gateway:
     """An HTTP server on which each rollout's agent has a session of its own.
 
     Args:
-        port: 0 for a free one.
         keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
-        max_connections: see `Listener`.
-        add_routes: adds routes beside those of the agents.
 
     Attributes:
         url: without the version; `base_url` has it.
@@ -65,7 +59,7 @@ class Gateway:
         self._add_routes = add_routes
         self._sessions: dict[str, Session] = {}
         self._sealed: OrderedDict[str, None] = OrderedDict()
-        self._close_runner: Callable[[], Awaitable[None]] | None = None
+        self._close_listener: Callable[[], Awaitable[None]] | None = None
         self._formats: Mapping[str, WireFormat] = {}
         self._listener = Listener(max_connections)
 
@@ -88,7 +82,7 @@ class Gateway:
             on_close()
             await listener.close()
 
-        self._close_runner = at_loop_end(end)
+        self._close_listener = at_loop_end(end)
 
     async def unix_socket(self) -> str:
         """Return the path of a Unix socket on which the gateway listens too, from the first call on.
@@ -101,11 +95,10 @@ class Gateway:
         return await self._listener.unix_socket()
 
     async def close(self) -> None:
-        """Stop listening and seal every session."""
         for session in list(self._sessions.values()):
             self._end(session)
-        if self._close_runner is not None:
-            close, self._close_runner = self._close_runner, None
+        if self._close_listener is not None:
+            close, self._close_listener = self._close_listener, None
             await close()
 
     @asynccontextmanager
@@ -160,15 +153,11 @@ class Gateway:
         return app
 
     def _session_of(self, request: web.Request) -> Session:
-        if sum(len(name) + len(value) for name, value in request.raw_headers) > MAX_HEADERS:
-            text = f"the headers have more than {MAX_HEADERS // 2**20} MiB."
-            raise RefusedCallError(text, status=431, code="headers_too_large")
         # a client may have a key of its own for the one, and the session's for the other
         keys = [request.headers.get("x-api-key") or "", bearer_token(request)]
         for key in keys:
             session = self._sessions.get(key)
             if session is not None:
-                self._listener.trust(request)
                 return session
         if any(key in self._sealed for key in keys):
             raise RefusedCallError(OVER, status=409, code="session_ended")
@@ -294,11 +283,7 @@ async def _start_for(loop: asyncio.AbstractEventLoop) -> Gateway:
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes = b"", *, ends: bool = True) -> None:
-    """Write to an agent until the kernel has everything; one that reads nothing for long loses its connection.
-
-    Raises:
-        ConnectionError: the connection is gone.
-    """
+    """Write to an agent until the kernel has everything; one that reads nothing for long loses its connection."""
     transport = request.transport
     if transport is None:
         raise ConnectionResetError

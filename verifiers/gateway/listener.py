@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
     from verifiers.http_requests import Handler
 
-__all__ = ["MAX_BODY", "MAX_HEADERS", "Listener"]
-
 MAX_BODY = 64 * 2**20
-MAX_HEADERS = 2**20
-"""Bytes of one request's headers, all together."""
+MAX_HEADER = 2**16
+"""Bytes of one line of headers, of which aiohttp takes 128."""
 
 FEWEST_CONNECTIONS = 32
 LONGEST_BACKLOG = 4096
@@ -31,8 +29,7 @@ class Listener:
     """The listening sockets of an aiohttp application.
 
     Every connection takes a file descriptor, and so do the calls to the rollout server. At the bound a new connection
-    replaces one that is not being answered, first of those that never showed a session's key; where all are being
-    answered, the new one is closed.
+    replaces the oldest one that is not being answered; where all are being answered, the new one is closed.
 
     Args:
         max_connections: open at once; None for half of the file descriptors that this process may open.
@@ -46,21 +43,12 @@ class Listener:
         # asyncio takes as many off the queue at once, each with its descriptor, before the bound is looked at
         self._backlog = max(min(self._most // 4, LONGEST_BACKLOG), 4)
         self._answered: set[Any] = set()
-        self._trusted: set[Any] = set()
-        self._trusted_before_pruning = FEWEST_CONNECTIONS
         self._closed: set[Any] = set()
         self._accepted = 0
         self._runner: web.AppRunner | None = None
         self._servers: list[asyncio.Server] = []
         self._unix_socket: asyncio.Task[str] | None = None
         self._socket_directory: str | None = None
-
-    def trust(self, request: web.Request) -> None:
-        """Note that a request has shown a session's key."""
-        self._trusted.add(request.protocol)
-        if len(self._trusted) > self._trusted_before_pruning and self._runner is not None and self._runner.server:
-            self._trusted.intersection_update(self._runner.server.connections)
-            self._trusted_before_pruning = max(2 * len(self._trusted), FEWEST_CONNECTIONS)
 
     async def start(self, app: web.Application, host: str, port: int) -> str:
         """Listen on the running event loop.
@@ -78,10 +66,6 @@ class Listener:
 
         @web.middleware
         async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.transport is not None:
-                connection = request.transport.get_protocol()
-                assert isinstance(connection, _Connection)
-                connection.begin_request(request)
             self._answered.add(request.protocol)
             try:
                 return await handler(request)
@@ -89,8 +73,7 @@ class Listener:
                 self._answered.discard(request.protocol)
 
         app.middlewares.append(note)
-        # the parser refuses a longer line without the wire format's error shape; the application counts all lines
-        lines: dict[str, Any] = {"max_line_size": 2 * MAX_HEADERS, "max_field_size": 2 * MAX_HEADERS}
+        lines: dict[str, Any] = {"max_line_size": MAX_HEADER, "max_field_size": MAX_HEADER}
         options: dict[str, Any] = {"shutdown_timeout": 2.0, "keepalive_timeout": 75.0, **lines}
         # a handler whose connection is gone is cancelled, so that a repeated call finds its answer unread
         self._runner = app_runner(app, None, handler_cancellation=True, **options)
@@ -129,7 +112,6 @@ class Listener:
         return path
 
     async def close(self) -> None:
-        """Stop listening, and close every connection."""
         for server in self._servers:
             server.close()
         if self._runner is not None:
@@ -141,73 +123,24 @@ class Listener:
         server = self._runner.server if self._runner is not None else None
         if server is None:
             return _Refusal()
-        # of those that the loop accepted together, none is connected yet
-        if len(server.connections) + self._accepted >= self._most and not self._make_room(server.connections):
-            return _Refusal()
+        # closed ones are among the connections until the loop's next turn, and those that it accepted with this one
+        # are not yet
+        connections = server.connections
+        self._closed.intersection_update(connections)
+        if len(connections) - len(self._closed) + self._accepted >= self._most:
+            idle = (each for each in connections if each not in self._answered and each not in self._closed)
+            given_up = next(idle, None)
+            if given_up is None:
+                return _Refusal()
+            given_up.force_close()
+            self._closed.add(given_up)
         self._accepted += 1
         asyncio.get_running_loop().call_soon(self._count_connected)
-        return _Connection(server())
-
-    def _make_room(self, connections: list[Any]) -> bool:
-        """Close a connection that waits for nothing where there is no room; return False where there is none."""
-        # a closed one is among the connections until the loop's next turn
-        self._closed.intersection_update(connections)
-        if len(connections) - len(self._closed) + self._accepted < self._most:
-            return True
-        self._trusted.intersection_update(connections)
-        waiting = [each for each in connections if each not in self._answered and each not in self._closed]
-        if not waiting:
-            return False
-        given_up = next((each for each in waiting if each not in self._trusted), waiting[0])
-        given_up.force_close()
-        self._closed.add(given_up)
-        return True
+        return server()
 
     def _count_connected(self) -> None:
         # asyncio calls connection_made right after
         self._accepted -= 1
-
-
-class _Connection(asyncio.Protocol):
-    """A connection of aiohttp's, closed where it sends more than headers may have before a request begins.
-
-    aiohttp counts the lines of headers, and each line's bytes, but holds all of them before it calls the application.
-    """
-
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-        self._transport: asyncio.WriteTransport
-        self._body: Any = None
-        self._received = 0
-
-    def begin_request(self, request: web.Request) -> None:
-        """Count what comes after a request's body."""
-        self._body, self._received = request.content, 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-        self._handler.connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        if self._body is None or self._body.is_eof():
-            self._received += len(data)
-        if self._received > 2 * MAX_HEADERS:
-            self._transport.abort()
-        else:
-            self._handler.data_received(data)
-
-    def eof_received(self) -> None:
-        self._handler.eof_received()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._handler.connection_lost(error)
-
-    def pause_writing(self) -> None:
-        self._handler.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._handler.resume_writing()
 
 
 class _Refusal(asyncio.Protocol):

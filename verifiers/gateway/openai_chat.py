@@ -12,11 +12,13 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from pydantic import Field, TypeAdapter
 
-from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError, openai_error
-from verifiers.gateway.session import Session
-from verifiers.gateway.wire_format import (
+from verifiers.gateway.calls import (
+    SAMPLING_ARGUMENTS,
+    AgentCall,
+    RefusedCallError,
     data_event,
     joined_text,
+    openai_error,
     reasoning_of,
     refuse_unsupported,
     text_pieces,
@@ -24,9 +26,8 @@ from verifiers.gateway.wire_format import (
     validated_body,
     without_none,
 )
+from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
-
-__all__ = ["OpenAIWire"]
 
 _BODY: dict[str, TypeAdapter[Any]] = {CHAT: TypeAdapter(ChatParams), COMPLETIONS: TypeAdapter(TextParams)}
 # by role, so that each message is checked against one type

@@ -11,11 +11,14 @@ from openai.types.responses import ResponseInputItemParam
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as Params
 from pydantic import TypeAdapter
 
-from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError, openai_error
-from verifiers.gateway.session import Session
-from verifiers.gateway.wire_format import (
+from verifiers.gateway.calls import (
+    SAMPLING_ARGUMENTS,
+    AgentCall,
+    RefusedCallError,
+    function_call,
     joined_text,
     named_event,
+    openai_error,
     reasoning_of,
     refuse_unsupported,
     text_pieces,
@@ -23,9 +26,8 @@ from verifiers.gateway.wire_format import (
     validated_body,
     without_none,
 )
+from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import CHAT
-
-__all__ = ["ResponsesWire"]
 
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
 _ITEM: TypeAdapter[Any] = TypeAdapter(ResponseInputItemParam)
@@ -214,8 +216,7 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
             if not (messages and messages[-1]["role"] == "assistant"):
                 messages.append({"role": "assistant", "content": ""})
             arguments = session.arguments_text(item["call_id"], item["arguments"])
-            function = {"name": item["name"], "arguments": arguments}
-            made = {"id": item["call_id"], "type": "function", "function": function}
+            made = function_call(item["call_id"], item["name"], arguments)
             messages[-1].setdefault("tool_calls", []).append(made)
         elif kind == "function_call_output":
             output = joined_text(item["output"], _TEXT)

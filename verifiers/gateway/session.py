@@ -19,22 +19,16 @@ from verifiers.inference.wire import plain_data, whole_characters
 from verifiers.log import text_without_credentials
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, refuse_non_text
 
-__all__ = ["OVER", "Budget", "Exchange", "Session", "SessionCall"]
-
 OVER = "the rollout of this key is over."
 MAX_REQUESTS = 128
-AGENTS_OWN = "unsupported_by_endpoint"
 """Requests of one session that are read or answered at a time."""
+
+AGENTS_OWN = "unsupported_by_endpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of one rollout; None for no limit.
-
-    Attributes:
-        calls: of the policy.
-        completion_tokens: sampled in all calls together.
-    """
+    """Limits of one rollout; None for no limit."""
 
     calls: int | None = None
     completion_tokens: int | None = None
@@ -50,12 +44,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class SessionCall:
-    """An answered call of the policy, for reward functions and transcripts.
-
-    Attributes:
-        request: arguments of the call, in the terms of chat or text completions.
-        answer: the completion, as plain data.
-    """
+    """An answered call of the policy, for reward functions and transcripts."""
 
     request: Mapping[str, Any]
     answer: Mapping[str, Any]
@@ -102,7 +91,6 @@ class Session:
         helpers: clients of other models by name; their answers are not trained.
 
     Attributes:
-        key: the secret that names the session.
         is_over_budget: set when a call was refused for the budget.
         is_sealed: the rollout is over, and calls add nothing.
         newest_refusal: why a call was refused, the newest time; "" where none was.
@@ -248,7 +236,6 @@ class Session:
         return [exchange for exchange in self._policy_calls() if exchange.is_delivered]
 
     def is_policy(self, call: AgentCall) -> bool:
-        """Return whether a call's model is the policy."""
         name = call.model
         return name == self.model or name in self.aliases or ("*" in self.aliases and name not in self.helpers)
 
@@ -275,7 +262,6 @@ class Session:
         return messages
 
     def remember_arguments(self, completion: Mapping[str, Any]) -> None:
-        """Keep the arguments of tool calls as the policy wrote them."""
         message = completion["choices"][0].get("message") or {}
         for made in message.get("tool_calls") or ():
             self._argument_texts[made["id"]] = made["function"]["arguments"]

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import io
-import ipaddress
 import json
 import re
 import sys
@@ -18,34 +17,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verifiers.concurrency import at_loop_end, is_async_function, threads_for
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
-from verifiers.inference.answers import read_completion
-from verifiers.inference.retry import RetryableError, broke, client_error, reason, retry_after_s, status_error
-from verifiers.inference.wire import WireObject, request_body, whole_characters
+from verifiers.inference.retry import RetryableError, client_error, reason, retry_after_s, status_error
+from verifiers.inference.wire import WireObject, read_completion, request_body, whole_characters
+from verifiers.server_process import is_loopback_address
 
 if TYPE_CHECKING:
     import aiohttp
-
-__all__ = [
-    "Backend",
-    "ClientBackend",
-    "Endpoint",
-    "HttpBackend",
-    "is_loopback",
-    "proxy_for",
-    "single_backend_for",
-]
 
 
 def is_loopback(url: str) -> bool:
     """Return whether the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
     host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
+    is_named = host in ("localhost", "0.0.0.0", "::") or host.endswith(".localhost")
+    return is_named or is_loopback_address(host)
 
 
 def proxy_for(url: str) -> str | None:
@@ -94,9 +78,7 @@ class Endpoint:
     Attributes:
         base_url: with the version, e.g. "http://127.0.0.1:8000/v1".
         api_key: sent as a bearer token; never logged or stored.
-        headers: further HTTP headers.
         timeout_s: deadline of one try of one call, in seconds.
-        connect_timeout_s: deadline for the connection alone, in seconds.
         max_answer_mb: longest answer that is read, unpacked, in MiB; a longer one is a failed try.
     """
 
@@ -247,9 +229,10 @@ class HttpBackend:
             raise
         except (aiohttp.ClientError, OSError) as error:
             text = f"{self.base_url} could not be reached: {reason(error)}"
-            refused = isinstance(error, aiohttp.ClientConnectorError)
-            lost, unresolved = not refused and broke(error), isinstance(error, aiohttp.ClientConnectorDNSError)
-            raise RetryableError(text, unreachable=True, broke=lost, unresolved=unresolved) from error
+            refused, unresolved = (
+                isinstance(error, kind) for kind in (aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError)
+            )
+            raise RetryableError(text, unreachable=True, broke=not refused, unresolved=unresolved) from error
         if status == 200:
             return await _decode(content, url)
         text = self._without_key(content)
@@ -378,10 +361,9 @@ async def read_body(response: aiohttp.ClientResponse, max_mb: float) -> bytes:
     async for piece in response.content.iter_any():
         left -= len(piece)
         if left < 0:
-            text = (
+            raise RetryableError(
                 f"{response.url} answered with more than {max_mb:g} MiB; raise the endpoint's max_answer_mb for such"
             )
-            raise RetryableError(text)
         if pieces:
             # unpacked pieces follow one another without a wait
             await asyncio.sleep(0)

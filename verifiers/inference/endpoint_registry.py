@@ -20,19 +20,46 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import MAX_ANSWER_MB, Backend, Endpoint, HttpBackend
 from verifiers.inference.responses_api import ResponsesBackend
 from verifiers.inference.server_pool import ServerPool
 
-__all__ = ["EndpointEntry", "discover_endpoint", "find_endpoint", "load_endpoints", "open_backend", "registries"]
-
-Api = Literal["chat", "responses"]
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_URL = re.compile(r"https?://[^/]")
+
+
+def _variable(value: str) -> str:
+    # keys of some providers have the form of a name; names of variables are in capitals, or set
+    if not _VARIABLE.match(value) or (value != value.upper() and value not in os.environ):
+        # not quoted: it may well be the key itself
+        text = "it is not an environment variable's name; put the key into a variable, and the variable's name here"
+        raise PydanticCustomError("variable", text)
+    return value
+
+
+def _base_url(value: str) -> str:
+    if not re.match(r"https?://[^/]", value):
+        text = "the base URL {url} is no HTTP address; give one like 'http://127.0.0.1:8000/v1'"
+        raise PydanticCustomError("url", text, {"url": repr(value)})
+    if "@" in value.split("/")[2]:
+        raise PydanticCustomError("url", "it has a password; give that as a header in header_vars")
+    return value.rstrip("/")
+
+
+def _without_secrets(headers: Mapping[str, str]) -> Mapping[str, str]:
+    for header in headers:
+        if header.lower() in ("authorization", "api-key", "x-api-key"):
+            raise PydanticCustomError("secret", "{name} is a secret; give it in header_vars", {"name": header})
+    return headers
+
+
+Variable = Annotated[str, AfterValidator(_variable)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +68,27 @@ class EndpointEntry:
 
     Attributes:
         name: what `-m` calls it.
-        model: the model's name on the server.
-        urls: base URLs, with /v1; several servers of one model share its calls.
         key_var: environment variable that holds the API key.
         headers: further HTTP headers, none of them secret.
         header_vars: further HTTP headers whose values are secret: header name to environment variable.
         max_concurrent: rollouts in flight; on a remote provider the most that adaptive growth may reach.
-        requests_per_second: requests begun per second.
-        attempt_timeout_s: deadline of one HTTP attempt, in seconds.
         api: "chat" for chat completions and completions, "responses" for OpenAI's Responses API.
-        max_answer_mb: longest answer that is read, in MiB; see `Endpoint`.
     """
 
     name: str
-    model: str
-    urls: tuple[str, ...]
-    key_var: str = "OPENAI_API_KEY"
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    header_vars: Mapping[str, str] = field(default_factory=dict)
-    max_concurrent: int | None = None
-    requests_per_second: float | None = None
-    attempt_timeout_s: float | None = None
-    api: Api = "chat"
-    max_answer_mb: float | None = None
+    model: Annotated[str, Field(min_length=1)]
+    urls: Annotated[tuple[Annotated[str, AfterValidator(_base_url)], ...], Field(min_length=1)]
+    key_var: Variable = "OPENAI_API_KEY"
+    headers: Annotated[Mapping[str, str], AfterValidator(_without_secrets)] = field(default_factory=dict, repr=False)
+    header_vars: Mapping[str, Variable] = field(default_factory=dict)
+    max_concurrent: Annotated[int, Field(gt=0, strict=True)] | None = None
+    requests_per_second: Positive | None = None
+    attempt_timeout_s: Positive | None = None
+    api: Literal["chat", "responses"] = "chat"
+    max_answer_mb: Positive | None = None
+
+
+_ENTRY = TypeAdapter(EndpointEntry)
 
 
 def load_endpoints(path: str | Path) -> dict[str, EndpointEntry]:
@@ -122,9 +147,7 @@ def discover_endpoint(name: str) -> tuple[EndpointEntry, Path] | None:
 def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None) -> Backend:
     """Return the backend for an entry, with keys taken from the environment; "EMPTY" where there is no key.
 
-    Args:
-        entry: of a registry.
-        attempt_timeout_s: wins over the entry's; 600 s where neither says.
+    `attempt_timeout_s` wins over the entry's; it is 600 s where neither is given.
 
     Raises:
         ConfigError: a variable named in `header_vars` is not set.
@@ -195,53 +218,15 @@ def _entry(path: Path, name: str, settings: Mapping[str, Any]) -> EndpointEntry:
             )
         if setting not in known:
             raise ConfigError(f"{place} has the unknown setting {setting!r}; it takes {', '.join(sorted(known))}.")
-    chosen = {setting: value for setting, value in settings.items() if setting != "url"}
-    chosen["urls"] = _urls(place, settings)
-    if not isinstance(chosen.get("model"), str) or not chosen["model"]:
-        raise ConfigError(f"{place} names no model.")
-    if "key_var" in chosen:
-        _check_variable(place, "key_var", chosen["key_var"])
-    for table in ("headers", "header_vars"):
-        value = chosen.setdefault(table, {})
-        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-            raise ConfigError(f"{place}: {table} must be a table of strings.")
-    for header, variable in chosen["header_vars"].items():
-        _check_variable(place, f"header_vars.{header}", variable)
-    for header in chosen["headers"]:
-        if header.lower() in ("authorization", "api-key", "x-api-key"):
-            raise ConfigError(f"{place} has the header {header!r}, which is a secret; give it in header_vars.")
-    for number in ("max_concurrent", "requests_per_second", "attempt_timeout_s", "max_answer_mb"):
-        value = chosen.get(number)
-        whole = number == "max_concurrent"
-        right = isinstance(value, int) or (isinstance(value, float) and not whole)
-        if value is not None and (not right or isinstance(value, bool) or value <= 0):
-            raise ConfigError(f"{place} has {number} = {value!r}; give a {'whole ' if whole else ''}number above 0.")
-    if chosen.get("api", "chat") not in ("chat", "responses"):
-        raise ConfigError(f"{place} has api = {chosen['api']!r}; give 'chat' or 'responses'.")
-    return EndpointEntry(name=name, **chosen)
-
-
-def _urls(place: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
     if ("url" in settings) == ("urls" in settings):
         raise ConfigError(f"{place} must have either url or urls.")
-    given = settings.get("urls", settings.get("url"))
-    urls = [given] if isinstance(given, str) else given
-    if not isinstance(urls, (list, tuple)) or not urls or not all(isinstance(url, str) for url in urls):
-        raise ConfigError(f"{place} has {given!r} for base URLs; give one text, or a list of texts.")
-    for url in urls:
-        if not _URL.match(url):
-            raise ConfigError(f"{place} has the base URL {url!r}; give one like 'http://127.0.0.1:8000/v1'.")
-        if "@" in url.split("/")[2]:
-            raise ConfigError(f"{place} has a password in a base URL; give it as a header in header_vars.")
-    return tuple(url.rstrip("/") for url in urls)
-
-
-def _check_variable(place: str, setting: str, value: Any) -> None:
-    is_name = isinstance(value, str) and _VARIABLE.match(value)
-    # keys of some providers have the form of a name; names of variables are in capitals, or set
-    if not is_name or (value != value.upper() and value not in os.environ):
-        # not quoted: it may well be the key itself
-        raise ConfigError(
-            f"{place} has a {setting} that is not an environment variable's name; put the key into a variable, and "
-            "the variable's name here."
-        )
+    chosen = {setting: value for setting, value in settings.items() if setting != "url"}
+    urls = settings.get("urls", settings.get("url"))
+    chosen["urls"] = [urls] if isinstance(urls, str) else urls
+    try:
+        return _ENTRY.validate_python({"name": name, **chosen})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        setting = ".".join(map(str, first["loc"]))
+        # not chained: it would quote what may be a key
+        raise ConfigError(f"{place}: {setting}: {first['msg']}.") from None

@@ -6,27 +6,15 @@ One limiter is shared by everything that runs on an endpoint.
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 
 from verifiers.errors import ConfigError, Error
 from verifiers.inference.endpoint import is_loopback
-
-__all__ = [
-    "LOCAL_MAXIMUM",
-    "REMOTE_MAXIMUM",
-    "AdaptiveLimiter",
-    "Limiter",
-    "NoMoreSlotsError",
-    "ResizableSlots",
-    "SubLimiter",
-    "limiter_for",
-]
 
 logger = logging.getLogger("verifiers.rollouts")
 
@@ -41,57 +29,11 @@ _USED = 0.8
 _CUT = 0.8
 _STEP = 0.05
 _COOL_DOWN_S = 15.0
-
-# [True] in the context of a rollout that has made no request yet; its tasks share the list
-_asks_first: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("asks_first", default=None)
+_LATE_S = 0.01
 
 
 class NoMoreSlotsError(Error, RuntimeError):
     """A rollout waited for a slot when the limiter was closed, so it never began: the run was interrupted."""
-
-
-class ResizableSlots:
-    """A semaphore whose size may change while it is held and waited for; waiters are served in order.
-
-    Shrinking takes nothing from those who hold a slot: no new one is given until enough have come back.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.taken = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
-
-    async def acquire(self) -> None:
-        """Wait for a slot and take it."""
-        if self.taken < self.size and not self._waiters:
-            self.taken += 1
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                # it was given the slot in the moment in which it was cancelled
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Give one slot back."""
-        self.taken -= 1
-        self._serve()
-
-    def resize(self, size: int) -> None:
-        """Set the number of slots."""
-        self.size = size
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._waiters and self.taken < self.size:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                self.taken += 1
-                waiter.set_result(None)
 
 
 class Limiter:
@@ -99,17 +41,13 @@ class Limiter:
 
     The bound is on rollouts, first come first served, so that a multi-turn rollout that has begun is finished
     before a new one starts: its prefix is still in the server's cache and its sandbox is still alive. A rollout
-    has one call in flight at a time, so the bound holds for calls as well.
+    has one call in flight at a time, so the bound holds for calls as well. `max_concurrent` may change meanwhile:
+    nothing is taken from those that hold a slot.
+
+    Belongs to the event loop it is first used in.
 
     Args:
         max_concurrent: rollouts in flight at once; None or a negative number means no bound.
-        requests_per_second: requests begun per second over all rollouts; None means no throttle.
-
-    Attributes:
-        in_flight: rollouts that hold a slot.
-        is_closed: nothing begins any more.
-
-    Belongs to the event loop it is first used in.
     """
 
     def __init__(self, max_concurrent: int | None = None, requests_per_second: float | None = None) -> None:
@@ -122,12 +60,11 @@ class Limiter:
         self.max_concurrent = max_concurrent if max_concurrent is not None and max_concurrent > 0 else None
         self.requests_per_second = requests_per_second
         self.in_flight = 0
-        self.is_closed = False
+        self._closed = asyncio.Event()
+        self._waiters: deque[asyncio.Future[None]] = deque()
         self._queued = 0
         self._queue_emptied = asyncio.Event()
-        self._slots = ResizableSlots(self.max_concurrent) if self.max_concurrent is not None else None
-        self._throttle: Any = None
-        self._throttle_queue: asyncio.Lock | None = None
+        self._next_request_at = 0.0
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -136,26 +73,43 @@ class Limiter:
         Raises:
             NoMoreSlotsError: the limiter was closed before this one began.
         """
-        if self._slots is not None:
+        if self._is_full or self._waiters:
             with self.queueing():
-                await self._slots.acquire()
-        if self.is_closed:
-            # the next in the queue gets the slot, and the same answer
-            if self._slots is not None:
-                self._slots.release()
-            raise NoMoreSlotsError("the limiter is closed: what is in flight ends, and nothing begins.")
-        self.in_flight += 1
-        if self.requests_per_second is not None:
-            _asks_first.set([True])
+                await self._wait_for_slot()
+        else:
+            self.in_flight += 1
         try:
+            if self.is_closed:
+                raise NoMoreSlotsError("the limiter is closed: what is in flight ends, and nothing begins.")
             yield
         finally:
-            self.in_flight -= 1
-            if self._slots is not None:
-                self._slots.release()
-            if self.requests_per_second is not None:
-                # requests of its reward functions do not count as the start of a rollout
-                _asks_first.set(None)
+            self._give_back()
+
+    @property
+    def _is_full(self) -> bool:
+        return self.max_concurrent is not None and self.in_flight >= self.max_concurrent
+
+    async def _wait_for_slot(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                # it was given the slot in the moment in which it was cancelled
+                self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        self.in_flight -= 1
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiters and not self._is_full:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self.in_flight += 1
+                waiter.set_result(None)
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
@@ -169,8 +123,12 @@ class Limiter:
                 self._queue_emptied.set()
 
     def close(self) -> None:
-        """Close the limiter: nothing begins any more, queued or later; what is in flight keeps its slots."""
-        self.is_closed = True
+        """Let nothing begin any more, queued or later; what is in flight keeps its slots."""
+        self._closed.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
 
     @property
     def free_slots(self) -> int | None:
@@ -195,33 +153,27 @@ class Limiter:
     def rate_limited(self, retry_after_s: float | None) -> None:
         """Note that a call was refused with 429, and the server's Retry-After in seconds where it sent one."""
 
-    async def wait_for_request(self) -> None:
+    async def wait_for_request(self, *, begins: bool = False) -> None:
         """Wait until one more request may begin under `requests_per_second`.
 
         Raises:
-            NoMoreSlotsError: the limiter was closed, and this would be a rollout's first request.
+            NoMoreSlotsError: the limiter was closed, and this is the request with which a rollout begins.
         """
         if self.requests_per_second is None:
             return
-        if self._throttle is None:
-            from asyncio_throttle import Throttler
-
-            # a burst of at most 50 ms' worth, rather than one of `rate` at the start of each second; and since the
-            # throttle polls, one request at a time could not go faster than its polling
-            burst = max(1, round(self.requests_per_second / 20))
-            period_s = burst / self.requests_per_second
-            self._throttle = Throttler(burst, period_s, retry_interval=min(0.01, period_s / 20))
-            self._throttle_queue = asyncio.Lock()
-        # asyncio-throttle polls: thousands of waiters in it burn a core, so all but one queue here
-        assert self._throttle_queue is not None
-        first = _asks_first.get()
-        async with self._throttle_queue:
-            if self.is_closed and first and first[0]:
+        now = asyncio.get_running_loop().time()
+        # timers are late by up to some milliseconds, which must not add up
+        due = self._next_request_at if now - self._next_request_at < _LATE_S else now
+        self._next_request_at = due + 1.0 / self.requests_per_second
+        if begins:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due - now):
+                    await self._closed.wait()
+            if self.is_closed:
+                self._next_request_at -= 1.0 / self.requests_per_second
                 raise NoMoreSlotsError("the limiter is closed: no new rollout starts.")
-            async with self._throttle:
-                pass
-        if first:
-            first[0] = False
+        elif due > now:
+            await asyncio.sleep(due - now)
 
 
 class SubLimiter(Limiter):
@@ -230,7 +182,6 @@ class SubLimiter(Limiter):
     Closing the part lets nothing more begin in it; the whole stays open to all other calls.
 
     Args:
-        whole: the limiter whose slots are used.
         max_concurrent: most of them held or waited for at once; None for as many as there are.
     """
 
@@ -250,7 +201,6 @@ class SubLimiter(Limiter):
 
     @property
     def free_slots(self) -> int | None:
-        """Free slots, in the part and in the whole."""
         free = [slots for slots in (super().free_slots, self.whole.free_slots) if slots is not None]
         return min(free) if free else None
 
@@ -268,11 +218,8 @@ class SubLimiter(Limiter):
     def rate_limited(self, retry_after_s: float | None) -> None:
         self.whole.rate_limited(retry_after_s)
 
-    async def wait_for_request(self) -> None:
-        await self.whole.wait_for_request()
-
-
-# -- a limit that follows the provider -------------------------------------------------------------------------------
+    async def wait_for_request(self, *, begins: bool = False) -> None:
+        await self.whole.wait_for_request(begins=begins)
 
 
 class AdaptiveLimiter(Limiter):
@@ -285,14 +232,10 @@ class AdaptiveLimiter(Limiter):
     Args:
         start: rollouts in flight at first.
         maximum: it never grows beyond this.
-        requests_per_second: as of `Limiter`.
         clock: seconds that only ever grow; for tests.
-
-    Attributes:
-        cuts: how often it was cut.
     """
 
-    _slots: ResizableSlots
+    max_concurrent: int
 
     def __init__(
         self,
@@ -311,7 +254,7 @@ class AdaptiveLimiter(Limiter):
         self._quiet_until = -float("inf")
 
     def answered(self) -> None:
-        limit = self._slots.size
+        limit = self.max_concurrent
         if self.in_flight < _USED * limit or limit >= self.maximum or self._clock() < self._quiet_until:
             return
         self._clean += 1
@@ -327,15 +270,15 @@ class AdaptiveLimiter(Limiter):
         if now < self._quiet_until:
             return
         self._quiet_until = now + (_COOL_DOWN_S if retry_after_s is None else max(1.0, retry_after_s))
-        limit = max(1, int(_CUT * self._slots.size))
+        limit = max(1, int(_CUT * self.max_concurrent))
         self._doubles_below = limit
         self._set(limit)
 
     def _set(self, limit: int) -> None:
-        logger.debug("rollouts in flight: at most %d, was %d", limit, self._slots.size)
+        logger.debug("rollouts in flight: at most %d, was %d", limit, self.max_concurrent)
         self._clean = 0
         self.max_concurrent = limit
-        self._slots.resize(limit)
+        self._serve()
 
 
 def limiter_for(

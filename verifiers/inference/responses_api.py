@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError, ProviderError
-from verifiers.inference.answers import read_completion
 from verifiers.inference.endpoint import CHAT, HttpBackend
 from verifiers.inference.retry import RetryableError
-from verifiers.inference.wire import WireObject, request_body
-
-__all__ = ["ResponsesBackend", "chat_completion", "responses_body"]
+from verifiers.inference.wire import WireObject, read_completion, request_body
 
 RESPONSES = "/responses"
 

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import errno
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.errors import EmptyModelResponseError, ModelError, OverlongPromptError, ProviderError
-from verifiers.inference.context_overflow import is_context_overflow
 
 if TYPE_CHECKING:
     from verifiers.inference.limiter import Limiter
-
-__all__ = [
-    "RetryPolicy",
-    "RetryableError",
-    "broke",
-    "client_error",
-    "may_pass",
-    "reason",
-    "retry",
-    "retry_after_s",
-    "status_error",
-    "status_may_pass",
-]
 
 T = TypeVar("T")
 
@@ -46,8 +32,8 @@ class RetryableError(ProviderError):
     Attributes:
         retry_after_s: the server's wish, in seconds, or None.
         unreachable: the server could not be reached, or the connection broke; an answer that was late is not that.
-        empty: it was an answer with nothing in it.
         broke: the connection was there, and broke before the answer was.
+        empty: it was an answer with nothing in it.
         unresolved: the host's name has no address, which is tried twice at most: it is mostly a typo.
     """
 
@@ -59,19 +45,18 @@ class RetryableError(ProviderError):
         body: str = "",
         retry_after_s: float | None = None,
         unreachable: bool = False,
-        empty: bool = False,
         broke: bool = False,
+        empty: bool = False,
         unresolved: bool = False,
     ) -> None:
         super().__init__(message, status=status, body=body)
         self.unresolved = unresolved
         self.retry_after_s = retry_after_s
         self.unreachable = unreachable
-        self.empty = empty
         self.broke = broke
+        self.empty = empty
 
     def given_up(self, attempts: int) -> ModelError:
-        """Return the error for the caller after so many attempts."""
         text = f"{self} (after {attempts} attempts)" if attempts > 1 else str(self)
         if self.empty:
             return EmptyModelResponseError(text)
@@ -144,7 +129,6 @@ async def retry(
     on_retry: Callable[[Exception], None] | None = None,
     limiter: Limiter | None = None,
     *,
-    throttled: bool = True,
     deadline: float = math.inf,
     passing: Callable[[Exception], bool] = may_pass,
 ) -> T:
@@ -154,8 +138,7 @@ async def retry(
         attempt: makes one try.
         policy: number of tries, and waits.
         on_retry: called with each failure that is followed by another try.
-        limiter: bounds the requests begun per second, and learns of every answer and of every 429.
-        throttled: each try waits for the limiter's `requests_per_second`.
+        limiter: learns of every answer and of every 429.
         deadline: time of time.monotonic after which no try begins.
         passing: narrows the table for a caller that has another answer to some failures.
 
@@ -165,8 +148,6 @@ async def retry(
         Exception: any other failure, as it was.
     """
     for number in range(1, policy.max_attempts + 1):
-        if limiter is not None and throttled:
-            await limiter.wait_for_request()
         try:
             result = await attempt()
         except Exception as error:
@@ -193,11 +174,7 @@ async def retry(
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that an answer asks to wait: `retry-after-ms`, or Retry-After of RFC 9110.
-
-    Args:
-        headers: of the answer; looked up by lower-case names.
-    """
+    """Return the seconds that an answer asks to wait: `retry-after-ms`, or Retry-After of RFC 9110."""
     milliseconds = _number(headers.get("retry-after-ms"))
     if milliseconds is not None:
         return milliseconds / 1000
@@ -221,13 +198,8 @@ def _number(value: str | None) -> float | None:
 
 # -- failures of a model call ----------------------------------------------------------------------------------------
 
-# a connection that was there and is lost: the system's numbers, and classes of aiohttp's and httpx's
-_LOST = frozenset({errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE})
-_BREAKS = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ReadError", "RemoteProtocolError"})
-
 
 def status_error(url: str, status: int, text: str, retry_after: float | None) -> Exception:
-    """Return the exception for an answer with an error status."""
     if is_context_overflow(status, text):
         return OverlongPromptError(_server_message(text))
     message = f"{url} answered {status}: {_server_message(text)}"
@@ -250,19 +222,10 @@ def client_error(base_url: str, error: Exception) -> Exception:
         headers = getattr(getattr(error, "response", None), "headers", None) or {}
         return RetryableError(text, status=status, body=text, retry_after_s=retry_after_s(headers))
     unreachable = type(error).__name__ == "APIConnectionError" or isinstance(error, ConnectionError)
-    return RetryableError(f"{base_url or 'the client'}: {text}", unreachable=unreachable, broke=broke(error))
-
-
-def broke(error: BaseException) -> bool:
-    """Return whether an established connection was lost, by the error's class or number."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _LOST
-    cause = error.__cause__
-    return type(error).__name__ in _BREAKS or (cause is not None and type(cause).__name__ in _BREAKS)
+    return RetryableError(f"{base_url or 'the client'}: {text}", unreachable=unreachable)
 
 
 def _server_message(text: str) -> str:
-    """Return the sentence inside an OpenAI error body, or the start of the body."""
     try:
         error = json.loads(text)
         inner = error.get("error", error) if isinstance(error, dict) else error
@@ -275,3 +238,96 @@ def _server_message(text: str) -> str:
 def reason(error: BaseException) -> str:
     """Return an exception's text, or its class where it has none."""
     return str(error) or type(error).__name__
+
+
+# -- prompts that do not fit the model's context, in the words of the servers there are ----------------------------
+
+_CODES = r"context_length_exceeded|model_context_window_exceeded|exceed_context_size_error|ContextWindowExceeded"
+_WORDINGS = re.compile(
+    "|".join(
+        (
+            _CODES,
+            # OpenAI, vLLM, SGLang, Mistral, OpenRouter; Azure
+            r"maximum context length|exceeds? the context window|tokens exceed the configured limit",
+            # vLLM: three generations
+            r"maximum model length|model's context length is only",
+            # SGLang and Together; OpenRouter's Poolside
+            r"longer than the model's context length|exceeds? the maximum allowed (?:input )?length",
+            # Anthropic-compatible, Fireworks; Bedrock
+            r"prompt is too long|exceeds? context limit|input is too long for (?:the )?requested model",
+            # llama.cpp
+            r"exceeds? (?:the )?(?:available )?context size",
+            # TGI
+            r"`?inputs`? tokens \+ `?max_new_tokens`? must be|`?inputs`? must have less than \d+ tokens",
+            # Groq, xAI, Gemini, Copilot, MiniMax
+            r"reduce the length of the messages|maximum prompt length is \d+|context window exceeds limit",
+            r"token count\b.{0,40}\bexceeds the (?:maximum number of tokens|limit of \d+)",
+        )
+    ),
+    re.IGNORECASE,
+)
+# llama.cpp's first generation answered 500, and so do some gateways; there only what is unmistakable counts
+_WITH_ANY_STATUS = re.compile(rf"{_CODES}|exceeds the available context size", re.IGNORECASE)
+
+# Sentences that name the context, the prompt and the room asked for the answer, each in tokens.
+_SUMS = tuple(
+    re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    for pattern in (
+        # vLLM
+        r"context length is (?P<context>\d+) tokens.*?requested (?P<answer>\d+) output tokens and your prompt "
+        r"contains (?:at least )?(?P<prompt>\d+) input tokens",
+        r"too large: (?P<answer>\d+)\..*?context length is (?P<context>\d+) tokens and your request has "
+        r"(?P<prompt>\d+) input tokens",
+        # OpenAI, DeepSeek; OpenRouter
+        r"context length is (?P<context>\d+) tokens.*?\((?P<prompt>\d+) (?:in the messages|in your prompt|"
+        r"of text input).*?(?P<answer>\d+) (?:in|for) the (?:completion|output)\)",
+        # SGLang
+        r"context length of (?P<context>\d+) tokens.*?(?P<prompt>\d+) tokens from the input messages and "
+        r"(?P<answer>\d+) tokens for the completion",
+        # Anthropic
+        r"exceed context limit: (?P<prompt>\d+) \+ (?P<answer>\d+) > (?P<context>\d+)",
+        # TGI
+        r"must be <= (?P<context>\d+)\. Given: (?P<prompt>\d+) `?inputs`? tokens and (?P<answer>\d+)",
+    )
+)
+
+
+def is_context_overflow(status: int | None, text: str) -> bool:
+    """Return whether a refusal says that the prompt, with the answer that was asked for, does not fit the context.
+
+    False where the answer alone is too long for the context: that is a `max_tokens` no prompt could go with, a
+    mistake in the settings and not the end of a conversation. `text` is the body, or that of a client's exception.
+    """
+    if status is None or not (status in (400, 413, 422) or status >= 500):
+        return False
+    said = _said(text)
+    wordings = _WORDINGS if status < 500 else _WITH_ANY_STATUS
+    return wordings.search(said) is not None and not _answer_alone_is_too_long(said)
+
+
+def _answer_alone_is_too_long(said: str) -> bool:
+    for pattern in _SUMS:
+        found = pattern.search(said)
+        if found is not None:
+            context, prompt, answer = (int(found[name]) for name in ("context", "prompt", "answer"))
+            return answer >= context > prompt
+    return False
+
+
+def _said(text: str) -> str:
+    """Return the server's own words; some bodies quote the request too, which may hold anything."""
+    if not text.startswith("{"):
+        return text
+    try:
+        error: Any = json.loads(text)
+    except ValueError:
+        return text
+    inner = error.get("error", error)
+    if not isinstance(inner, dict):
+        return str(inner)
+    detail = inner.get("detail")
+    if isinstance(detail, list):
+        detail = [item.get("msg") for item in detail if isinstance(item, dict)]
+    return " ".join(
+        str(part) for part in (inner.get("message"), detail, inner.get("code"), inner.get("type")) if part
+    )

@@ -6,24 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verifiers.errors import WeightSyncError
 from verifiers.inference.endpoint import MAX_ANSWER_MB, proxy_for, read_body
 from verifiers.inference.retry import RetryPolicy, may_pass, reason, retry
-
-if TYPE_CHECKING:
-    import aiohttp
-
-__all__ = [
-    "CONTROL_RETRIES",
-    "HEALTH_S",
-    "NoAnswerError",
-    "RefusedError",
-    "ServerClient",
-    "log_retry",
-    "passes_in_place",
-]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -86,7 +73,6 @@ class ServerClient:
 
     @property
     def url(self) -> str:
-        """Base URL of the OpenAI surface, with /v1."""
         return self.root + "/v1"
 
     async def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
@@ -109,7 +95,7 @@ class ServerClient:
                 session.request(method, self.root + path, data=data) as response,
             ):
                 status = response.status
-                content = await (_error_text(response) if status >= 300 else read_body(response, MAX_ANSWER_MB))
+                content = await read_body(response, MAX_ANSWER_MB)
         except aiohttp.ConnectionTimeoutError as error:
             raise NoAnswerError(f"{asked} got no answer: no connection within {connect_s:.3g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -117,7 +103,7 @@ class ServerClient:
             why = "timed out" if late else reason(error)
             raise NoAnswerError(f"{asked} got no answer: {why}", timed_out=late) from error
         if status >= 300:
-            text = f"{asked} was answered {status}: {content.decode(errors='replace')}"
+            text = f"{asked} was answered {status}: {content[:1000].decode(errors='replace')}"
             if status >= 500 and path != "/health" and not await self.is_up(min(HEALTH_S, limit_s)):
                 raise NoAnswerError(f"{text}; and {self.root}/health says that it is not up")
             raise RefusedError(text, status)
@@ -179,15 +165,4 @@ class ServerClient:
 
 
 def log_retry(error: Exception) -> None:
-    """Log a failure that is followed by another try."""
     logger.warning("%s; asking again", error)
-
-
-async def _error_text(response: aiohttp.ClientResponse) -> bytes:
-    """Return the beginning of an error's text, as far as it was received."""
-    import aiohttp
-
-    try:
-        return (await response.read())[:1000]
-    except (aiohttp.ClientError, OSError) as broken:
-        return f"(its text broke off: {broken!r:.100})".encode()

@@ -11,38 +11,29 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
-import itertools
 import logging
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, ProviderError, WeightSyncError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, GENERATE, Backend, HttpBackend, single_backend_for
-from verifiers.inference.replica import Replica, WeightUpdate
 from verifiers.inference.retry import RetryableError, retry
 from verifiers.inference.server_client import (
     CONTROL_RETRIES,
     HEALTH_S,
     NoAnswerError,
+    RefusedError,
     ServerClient,
     log_retry,
     passes_in_place,
 )
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.loop_thread import LoopThread
-
-__all__ = [
-    "CHECK_INTERVAL_S",
-    "SHUTDOWN_S",
-    "ServerPool",
-    "SessionAffinity",
-    "backend_for",
-    "credentials",
-    "each_server",
-]
 
 logger = logging.getLogger("verifiers.rollouts")
 
@@ -54,13 +45,134 @@ CHECK_INTERVAL_S = 1.0
 SHUTDOWN_S = 1.0
 """Seconds to wait for an unresponsive server at the end of a run."""
 
+PARTIALLY_LOADED = "partially-loaded"
+"""Name of weights whose load failed; the next push, of whatever process, must load twice."""
+
 _RETRY_S = 0.25
+# a request that hangs leaves time for others
+_TRIES_IN_TIME = 3
 _SAMPLING_ROUTES = frozenset({CHAT, COMPLETIONS, GENERATE})
 # a prompt that ends the server which computes it must not be sent to every other
 _MOST_LOST = 2
 # a server that holds a prefix keeps its rollouts until it is this much busier than the idlest
 _BUSIER_CALLS = 4
 _BUSIER_RATIO = 1.5
+
+
+def time_left(deadline: float) -> float:
+    """Return the seconds until a deadline of time.monotonic, at least 0.1."""
+    return max(0.1, deadline - time.monotonic())
+
+
+Load = Callable[[ServerClient, float], Awaitable[Any]]
+"""Makes a paused server load weights, given the server and the seconds left; called again after an error that may
+pass, and after a load that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Weights that every server of a pool is to hold; `version` is the optimizer step they come from."""
+
+    version: int
+    load: Load
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server of a pool; used on the pool's event loop alone.
+
+    Attributes:
+        in_flight: the calls that wait for an answer, each by the timeout that can end it.
+        down: the reason why it gets no calls; None while it is up.
+        versions: names that its weights may have now; none before the first push, and after a restart.
+        verified_at: start of the newest version check that found pushed weights.
+        is_partially_loaded: its last load failed, so that the next one may mix tensors of both.
+        resets_cache: it has the route /reset_prefix_cache.
+        repeated_loads: number of times it got weights again: it was restarted, or a load before had failed.
+        check: the running check of its health and version.
+    """
+
+    url: str
+    server: ServerClient
+    backend: Backend
+    in_flight: set[asyncio.Timeout] = field(default_factory=set)
+    down: str | None = None
+    versions: frozenset[str] = frozenset()
+    verified_at: float = -float("inf")
+    is_paused: bool = False
+    is_partially_loaded: bool = False
+    resets_cache: bool = True
+    repeated_loads: int = 0
+    check: asyncio.Task[None] | None = None
+
+    def give_up_calls(self) -> None:
+        """End the calls in flight, as the server may be gone or hold other weights: they are asked of others."""
+        now = asyncio.get_running_loop().time()
+        for call in self.in_flight:
+            if not call.expired():
+                call.reschedule(now)
+
+    async def pause(self, deadline: float) -> None:
+        self.is_paused = True
+        await self._post("/pause?mode=keep", deadline)
+
+    async def load(self, deadline: float, update: WeightUpdate) -> None:
+        """Load weights, drop keys and values of the old ones, and name the version; the server is paused."""
+        name = str(update.version)
+        found = await self.server.weight_version(time_left(deadline) / _TRIES_IN_TIME)
+        if found == PARTIALLY_LOADED:
+            self.is_partially_loaded = True
+        elif self.versions and found not in self.versions:
+            self.repeated_loads += 1
+            self.versions = frozenset()
+        if self.versions:
+            # the embedded server marks weights that were loaded and not yet named
+            self.versions |= {name} | {f"{old}+reload" for old in self.versions}
+        # vLLM keeps the tensors of a layer whose load failed, and completes the layer with them in the next load,
+        # without an error; the load after that is whole
+        loads = 2 if self.is_partially_loaded else 1
+        self.is_partially_loaded = True
+        for _ in range(loads):
+            await update.load(self.server, time_left(deadline))
+        self.is_partially_loaded = False
+        if loads > 1:
+            logger.warning("%s loaded the weights twice, because the load before failed", self.server.root)
+            self.repeated_loads += 1
+        if self.resets_cache:
+            await self._reset_cache(deadline)
+        await self._post("/update_weight_version", deadline, {"new_version": name})
+        self.versions = frozenset({name})
+
+    async def resume(self, deadline: float) -> None:
+        await self._post("/resume", deadline)
+        self.is_paused = False
+
+    async def release(self, deadline: float) -> None:
+        """Mark weights that are not whole, and resume requests after a push that failed."""
+        try:
+            if self.is_partially_loaded:
+                await self._post("/update_weight_version", deadline, {"new_version": PARTIALLY_LOADED})
+        finally:
+            await self.resume(deadline)
+
+    async def _reset_cache(self, deadline: float) -> None:
+        try:
+            # requests in flight compute their keys and values again, under the new weights
+            answer = await self._post("/reset_prefix_cache?reset_running_requests=true", deadline)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            # the embedded server does so by itself
+            self.resets_cache = False
+            return
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise WeightSyncError(f"{self.server.root} did not drop keys and values of the old weights.")
+
+    async def _post(self, path: str, deadline: float, body: object = None) -> Any:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise NoAnswerError(f"no time was left for POST {self.server.root}{path}", timed_out=True)
+        return await self.server.request("POST", path, body or {}, timeout_s=left_s / _TRIES_IN_TIME)
 
 
 class ServerPool:
@@ -84,11 +196,6 @@ class ServerPool:
         api_key: bearer token of the servers' control routes; that of their backends when left out.
         timeout_s: deadline of one push to servers that answer, in seconds.
 
-    Attributes:
-        replicas: the servers.
-        timeout_s: as given.
-        restart_timeout_s, stall_timeout_s: as of `configure`; `timeout_s` until then.
-
     Raises:
         ConfigError: no servers, or two for one base URL.
     """
@@ -106,7 +213,6 @@ class ServerPool:
         self.base_url, self.api_key = backends[0].base_url, backends[0].api_key
         self.timeout_s = self.restart_timeout_s = self.stall_timeout_s = timeout_s
         self._on_version: Callable[[int], None] | None = None
-        self._drawn = itertools.count()
         # what all servers are to hold, and the versions of all weights that they were told to load
         self._current: WeightUpdate | None = None
         self._pushed: set[str] = set()
@@ -123,7 +229,7 @@ class ServerPool:
         stall_timeout_s: float,
         on_version: Callable[[int], None] | None = None,
     ) -> None:
-        """Set the deadlines of a run, and what is told of its pushes.
+        """Set the deadlines of a run.
 
         Args:
             restart_timeout_s: seconds that a push, or a call, waits where no server can be reached.
@@ -135,13 +241,11 @@ class ServerPool:
 
     @property
     def urls(self) -> list[str]:
-        """The base URLs of all servers."""
         return [replica.url for replica in self.replicas]
 
     @property
     def backends(self) -> list[Backend]:
-        """The backends of the servers that calls go to."""
-        return [replica.backend for replica in self.replicas if replica.backend is not None]
+        return [replica.backend for replica in self.replicas]
 
     @property
     def servers(self) -> list[ServerClient]:
@@ -151,13 +255,7 @@ class ServerPool:
 
     @property
     def down(self) -> dict[str, str]:
-        """The reason for each server that is down, by base URL."""
         return {replica.url: replica.down for replica in self.replicas if replica.down is not None}
-
-    @property
-    def restarts(self) -> int:
-        """Number of times a server held other weights than were pushed, and got them again."""
-        return sum(replica.restarts for replica in self.replicas)
 
     @property
     def repeated_loads(self) -> int:
@@ -165,16 +263,15 @@ class ServerPool:
 
         Log-probs of such a server are to be verified.
         """
-        return sum(replica.restarts + replica.repeated_loads for replica in self.replicas)
+        return sum(replica.repeated_loads for replica in self.replicas)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
     def route(self, backend: Backend) -> Backend:
         """Send the calls of `backend` through the pool, so that none is answered from weights not pushed.
 
-        That needs requests that are ours, to servers that get the weights: base URLs, Endpoints and plain openai
-        clients. A client object that has to be called as it is (a subclass, a wrapper, one with an HTTP client of its
-        own) is returned as it is, with a warning.
+        A client object that has to be called as it is (a subclass, a wrapper, one with an HTTP client of its own), or
+        one of servers that get no weights, is returned as it is, with a warning.
         """
         if backend is self:
             return self
@@ -193,24 +290,21 @@ class ServerPool:
             )
             return backend
         for replica in self.replicas:
-            replica.backend = by_url.get(replica.url)
+            replica.backend = by_url.get(replica.url, replica.backend)
         self.base_url, self.api_key = self.backends[0].base_url, self.backends[0].api_key
         return self
 
     def for_rollout(self, group: Hashable = None) -> SessionAffinity:
         """Return a handle whose calls keep to one server, whose cache holds the turns so far, unless it fails.
 
-        Args:
-            group: the same for rollouts whose prompts begin alike; they begin on the same server.
+        Those of a `group`, whose prompts begin alike, begin on the same server.
         """
         return SessionAffinity(self, group)
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        """Make one call as `Backend.call` does."""
         return await self.for_rollout().call(path, arguments)
 
     async def close(self) -> None:
-        """End the checks, and close every backend."""
         if self._loop is asyncio.get_running_loop():
             for task in (self._watching, *(replica.check for replica in self.replicas)):
                 if task is not None:
@@ -223,8 +317,7 @@ class ServerPool:
 
         Where no weights are pushed and none is up, these are all: an answer shows that a server is up, too.
         """
-        served = [one for one in self.replicas if one.backend is not None]
-        return [one for one in served if one.down is None] or ([] if self._pushed else served)
+        return [one for one in self.replicas if one.down is None] or ([] if self._pushed else self.replicas)
 
     async def choose(
         self, group: Hashable = None, home: Replica | None = None, but: Sequence[Replica] = ()
@@ -249,8 +342,7 @@ class ServerPool:
             return home
         if group is not None:
             return max(fit, key=lambda one: _weight(group, one.url))
-        number = next(self._drawn)
-        return min(fit, key=lambda one: (len(one.in_flight), _weight(number, one.url)))
+        return min(fit, key=lambda one: (len(one.in_flight), random.random()))
 
     async def _until_one_is_up(self) -> None:
         # counted from when the last server went down: retries must not begin the wait again
@@ -266,7 +358,6 @@ class ServerPool:
 
     async def call_on(self, replica: Replica, path: str, arguments: Mapping[str, Any]) -> Any:
         """Make one try on one server, and note whether it could be reached."""
-        assert replica.backend is not None
         given_up, sent_at = asyncio.timeout(None), time.monotonic()
         replica.in_flight.add(given_up)
         try:
@@ -290,11 +381,6 @@ class ServerPool:
         return answer
 
     async def _refuse_unpushed(self, replica: Replica, answer: Any, sent_at: float) -> None:
-        """Refuse an answer from weights that were never pushed.
-
-        Raises:
-            RetryableError: the answer names such weights; the server is down.
-        """
         answer = plain_data(answer)
         spans = sampled_tokens(answer).versions if answer.get("choices") else ()
         names = [span.get("version") for span in spans if isinstance(span, Mapping)]
@@ -310,7 +396,6 @@ class ServerPool:
     # -- which servers are up -----------------------------------------------------------------------------------
 
     def _begin_on_loop(self) -> None:
-        """Make what belongs to one event loop."""
         self._updating = asyncio.Lock()
         self._went_down, self._came_up = asyncio.Event(), asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -330,7 +415,6 @@ class ServerPool:
         if replica.down is not None:
             return
         replica.down = reason
-        replica.outages += 1
         self._went_down_at = time.monotonic()
         logger.warning("%s is down: %s", replica.url, reason)
         if self._pushed:
@@ -345,7 +429,6 @@ class ServerPool:
             self._came_up.set()
 
     def _watch(self) -> None:
-        """Begin to check the servers, where that does not run."""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._check_all())
 
@@ -360,7 +443,6 @@ class ServerPool:
                 self._check(replica)
 
     def _check(self, replica: Replica) -> asyncio.Task[None]:
-        """Begin to check a server, or join the check that runs."""
         if replica.check is None or replica.check.done():
             replica.check = asyncio.create_task(self._checked(replica))
         return replica.check
@@ -377,7 +459,7 @@ class ServerPool:
 
     async def _answers(self, replica: Replica) -> bool:
         """Return whether a server can be reached; a client object takes no such question, only calls."""
-        can_be_asked = replica.backend is None or isinstance(replica.backend, HttpBackend)
+        can_be_asked = isinstance(replica.backend, HttpBackend)
         return not can_be_asked or await replica.server.is_up(min(HEALTH_S, self.timeout_s))
 
     async def _check_weights(self, replica: Replica) -> None:
@@ -385,9 +467,6 @@ class ServerPool:
 
         A restart shows in the version: pushed versions are numbers, and a server that was just started calls its
         weights something else.
-
-        Raises:
-            WeightSyncError: it refused.
         """
         update, began = self._current, time.monotonic()
         if update is None or (replica.down is not None and not await self._answers(replica)):
@@ -537,13 +616,13 @@ class ServerPool:
         return True
 
     async def _is_verified(self, replica: Replica) -> bool:
-        restarts, began = replica.restarts, time.monotonic()
+        loads, began = replica.repeated_loads, time.monotonic()
         # a check that runs may have begun before, and one may fail
         for _ in range(4):
             await asyncio.shield(self._check(replica))
-            if replica.restarts > restarts or replica.verified_at >= began:
+            if replica.repeated_loads > loads or replica.verified_at >= began:
                 break
-        return replica.restarts == restarts and replica.verified_at >= began
+        return replica.repeated_loads == loads and replica.verified_at >= began
 
     # -- the pool's thread --------------------------------------------------------------------------------------
 
@@ -556,15 +635,12 @@ class ServerPool:
         return self._thread
 
     def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the pool's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.thread().loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the pool's loop and wait for its result; not to be called on that loop.
 
-        Args:
-            work: the coroutine.
-            timeout_s: seconds that it may take; longer than any push when left out.
+        Without `timeout_s` it may take longer than any push.
 
         Raises:
             DeadlineError: the coroutine did not end in time, or code blocks the loop for `stall_timeout_s`.
@@ -608,7 +684,6 @@ Stage = Callable[[Replica, float], Awaitable[None]]
 
 
 def _stages(update: WeightUpdate) -> tuple[Stage, Stage, Stage]:
-    """Return what a server goes through to get weights."""
     return Replica.pause, functools.partial(Replica.load, update=update), Replica.resume
 
 
@@ -633,8 +708,8 @@ class SessionAffinity:
         self._pool, self._group = pool, group
         self._home: Replica | None = None
         self._failed: list[Replica] = []
-        # servers that broke off the present call or erred under it, each with its number of outages before
-        self._suspect: set[tuple[Replica, int]] = set()
+        # servers that broke off the present call or erred under it: vLLM answers with an error, and then ends
+        self._suspects: set[Replica] = set()
         self.base_url, self.api_key = pool.base_url, pool.api_key
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
@@ -645,9 +720,15 @@ class SessionAffinity:
         """
         tried: list[Replica] = []
         while True:
-            self._refuse_what_crashes()
+            lost = [one.url for one in self._suspects if one.down is not None]
+            if len(lost) >= _MOST_LOST:
+                self._suspects.clear()
+                raise ProviderError(
+                    f"{' and then '.join(lost)} broke off while answering the same request; it is not sent to "
+                    "another server, because it may crash them"
+                )
             replica = self._home = await self._pool.choose(self._group, self._home, self._failed)
-            self.base_url, outages = replica.url, replica.outages
+            self.base_url = replica.url
             tried.append(replica)
             try:
                 answer = await self._pool.call_on(replica, path, arguments)
@@ -655,23 +736,13 @@ class SessionAffinity:
                 if error.status != 429:
                     # a limit is best waited for where the prefix is; after anything else, the next try goes elsewhere
                     self._failed.append(replica)
-                # vLLM answers with an error first, and then ends
                 if error.broke or (error.status or 0) >= 500:
-                    self._suspect.add((replica, outages))
+                    self._suspects.add(replica)
                 if not error.unreachable or all(one in tried for one in self._pool.usable()):
                     raise
             else:
-                self._suspect.clear()
+                self._suspects.clear()
                 return answer
-
-    def _refuse_what_crashes(self) -> None:
-        lost = [replica.url for replica, outages in self._suspect if replica.outages > outages]
-        if len(lost) >= _MOST_LOST:
-            self._suspect.clear()
-            raise ProviderError(
-                f"{' and then '.join(lost)} broke off while answering the same request; it is not sent to another "
-                "server, because it may crash them"
-            )
 
     async def close(self) -> None:
         """Do nothing: connections belong to the pool."""

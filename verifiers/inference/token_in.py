@@ -8,97 +8,82 @@ Three routes are used, under vLLM's names: /tokenize renders new turns, /inferen
 and /v1/chat/completions/derender reads the answer, with the server's own parsers of tool calls and reasoning, as the
 chat route would have. What cannot go this way (several answers, a grammar, contents that are not text) goes as
 messages.
+
+A template renders whole conversations. What it adds for the newest turns is found by rendering them behind a short
+stand-in conversation, twice, with two different answers: the ids that the two renderings end with alike are what
+stands behind an answer, whatever it was: the end of the answer's turn, the new turns, and the generation prompt. The
+work is that of the new turns, and nothing that was sampled is rendered again. Templates for which this does not hold
+(the end of a turn depends on the history, tools move to the newest turn) are rejected before they are relied on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import itertools
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verifiers.errors import ConfigError, ProviderError
-from verifiers.inference.endpoint import DERENDER, GENERATE, Backend
-from verifiers.inference.rendering import (
-    CannotRenderTurnError,
-    IncrementalRenderer,
-    TokenRoutes,
-    TurnRenderer,
-    derender_body,
-)
-from verifiers.inference.retry import RetryPolicy
+from verifiers.errors import ConfigError, Error, InvalidModelResponseError, ModelError, ProviderError
+from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
+from verifiers.inference.retry import RetryPolicy, retry
 from verifiers.inference.wire import WireObject
-
-__all__ = [
-    "CachedPrefix",
-    "ChatCall",
-    "Generation",
-    "TokenIn",
-    "TokenTurns",
-    "read_chat_call",
-    "token_in_for",
-]
 
 logger = logging.getLogger("verifiers.rollouts")
 
 Generation = Literal["auto", "messages", "tokens"]
 """Form in which turns are sent: "auto" by token ids from the second turn on where the server can, "tokens" always."""
 
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
 Send = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+Render = Callable[[Sequence[Message], Tools, Mapping[str, Any]], Awaitable[list[int]]]
+"""(messages, tools, arguments of the template) -> ids of the conversation, with the generation prompt."""
 
 # how long turns go as messages where a route of token ids keeps failing
 _FORGET_FAILURE_S = 60.0
+_ASKED: Message = {"role": "user", "content": "a"}
+_TWO_ANSWERS = ("a", "b")
+# what an answer ends with must not change what stands behind it, as it does where a tokenizer merges the two
+_OTHER_ANSWERS = ("a.", "1)", "{}", "b\n")
+_DEPENDS = "what the template puts behind an answer depends on what is said in it or before it"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+_ABSENT = {
+    TOKENIZE: "it has no /tokenize that takes messages",
+    GENERATE: "it has no /inference/v1/generate (vLLM has it with --enable-scale-out)",
+    DERENDER: "it has no /v1/chat/completions/derender (vLLM has it with --enable-scale-out)",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """The reason why turns cannot go by token ids, or None where they can; valid until a time."""
-
-    reason: str | None
-    until: float = math.inf
+class CannotRenderTurnError(Error):
+    """A chat template does not let a turn be rendered by itself; the message says why. Never leaves this package."""
 
 
 class TokenIn:
     """Knowledge of whether a model's servers take token ids; shared by all rollouts on them.
 
-    Args:
-        backend: where the model is served.
-        model: its name there.
-        mode: "auto" or "tokens".
-        renderer: renders turns; the server's /tokenize when left out.
-        retry: for the calls that ask the server what it can do.
-
     Belongs to the event loop it is first used in.
+
+    Args:
+        mode: "auto" or "tokens".
+        retry: for the calls that ask the server what it can do.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        model: str,
-        mode: Generation = "auto",
-        *,
-        renderer: TurnRenderer | None = None,
-        retry: RetryPolicy | None = None,
+        self, backend: Backend, model: str, mode: Generation = "auto", *, retry: RetryPolicy | None = None
     ) -> None:
         self.mode = mode
-        self.model = model
-        self._routes = TokenRoutes(backend, model, retry or RetryPolicy())
-        self._given_renderer = renderer
-        self._known: _Offer | None = None
-        self._asking = asyncio.Lock()
-        self._failure: ProviderError | None = None
-        self._failures = 0
+        self._backend, self._model, self._retry = backend, model, retry or RetryPolicy()
+        self.renderer = TurnRenderer(self._render)
+        # the reason why turns cannot go by token ids, or None where they can, and until when it holds
+        self._answer: tuple[str | None, float] | None = None
+        self._asking: asyncio.Task[str | None] | None = None
         self._logged: set[str] = set()
-
-    @functools.cached_property
-    def renderer(self) -> TurnRenderer:
-        """Renderer of turns; a conversation of one turn needs none."""
-        return self._given_renderer or IncrementalRenderer(self._routes.render)
 
     async def offered(self) -> bool:
         """Return whether the server takes token ids and turns can be rendered by themselves; asked once.
@@ -107,62 +92,51 @@ class TokenIn:
             ConfigError: it does not, and the mode is "tokens".
             ProviderError: it could not be asked; or it answered with errors of its own, and the mode is "tokens".
         """
-        offer = self._offer
-        if offer is None:
-            failures = self._failures
-            async with self._asking:
-                offer = self._offer
-                if offer is None and self._failure is not None and self._failures > failures:
-                    # it was asked while this one waited: asking again for each that waits would take too long
-                    raise ProviderError(str(self._failure), status=self._failure.status) from self._failure
-                if offer is None:
-                    offer = await self._asked()
-        reason = offer.reason
+        if self._known is None:
+            # rollouts that begin together share one question, and its failure
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._why_not())
+            try:
+                reason = await asyncio.shield(self._asking)
+            except ProviderError as error:
+                if not self.refuse_for_now(error):
+                    raise
+            else:
+                self._answer = reason, math.inf
+        assert self._answer is not None
+        reason, until = self._answer
         if reason is None:
             return True
-        text = f"turns cannot be sent to {self._routes.backend.base_url or 'this client'} as token ids: {reason}"
+        text = f"turns cannot be sent to {self._backend.base_url or 'this client'} as token ids: {reason}"
         if self.mode == "tokens":
             raise ConfigError(f"{text}; set generation='messages', or use a server that can, such as vf-serve.")
-        if offer.until == math.inf:
+        if until == math.inf:
             self.warn_once(f"{text}; they go as messages, and a template that rewrites earlier turns makes forks.")
         return False
 
     @property
-    def _offer(self) -> _Offer | None:
-        known = self._known
-        return known if known is not None and time.monotonic() < known.until else None
+    def _known(self) -> tuple[str | None, float] | None:
+        return self._answer if self._answer is not None and time.monotonic() < self._answer[1] else None
 
-    async def _asked(self) -> _Offer:
-        try:
-            self._known = _Offer(await self._routes.why_not(self.renderer))
-        except ProviderError as error:
-            if not self.refuse_for_now(error):
-                self._failure, self._failures = error, self._failures + 1
-                raise
-        assert self._known is not None
-        return self._known
+    @property
+    def is_refused(self) -> bool:
+        """True when turns are known not to go by token ids, and messages are allowed."""
+        return self._known is not None and self._known[0] is not None and self.mode != "tokens"
 
     def refuse_for_now(self, error: ProviderError) -> bool:
         """Send turns as messages for a while, where that will do and the server answers with errors of its own."""
         if self.mode == "tokens" or (error.status or 0) < 500:
             return False
-        until = time.monotonic() + _FORGET_FAILURE_S
-        self._known = _Offer(f"a route of theirs fails, and is asked again in {_FORGET_FAILURE_S:g} s", until)
+        self._answer = "one of its routes fails", time.monotonic() + _FORGET_FAILURE_S
         if "fails" not in self._logged:
             self._logged.add("fails")
             logger.warning(
                 "turns go to %s as messages because a token-id route fails: %s; retrying in %g s.",
-                self._routes.backend.base_url,
+                self._backend.base_url,
                 error,
                 _FORGET_FAILURE_S,
             )
         return True
-
-    @property
-    def is_refused(self) -> bool:
-        """True when turns are known not to go by token ids, and messages are allowed."""
-        offer = self._offer
-        return offer is not None and offer.reason is not None and self.mode != "tokens"
 
     def warn_once(self, text: str) -> None:
         """Log why something goes as messages; each reason once."""
@@ -170,6 +144,194 @@ class TokenIn:
             self._logged.add(text)
             logger.info("%s", text)
 
+    async def _why_not(self) -> str | None:
+        path = TOKENIZE
+        try:
+            await self.renderer.check()
+            ids = await self._render([_ASKED], None, {})
+            path = GENERATE
+            sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+            answer = await self._ask(path, {"model": self._model, "token_ids": ids, "sampling_params": sampling})
+            choice = answer["choices"][0]
+            if not choice.get("token_ids") or not choice.get("logprobs"):
+                return f"{GENERATE} answered without token_ids or logprobs"
+            path = DERENDER
+            await self._ask(path, _derender_body(self._model, ids, choice, {}))
+        except CannotRenderTurnError as error:
+            return str(error)
+        except (ModelError, KeyError, IndexError, TypeError) as error:
+            status = getattr(error, "status", None)
+            if isinstance(error, (ProviderError, InvalidModelResponseError)) and (status is None or status >= 500):
+                raise
+            return _ABSENT[path] if status in (403, 404, 405, 501) else f"{path} cannot be used: {error}"
+        return None
+
+    async def _render(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[int]:
+        body: dict[str, Any] = {"model": self._model, "messages": list(messages)}
+        if tools:
+            body["tools"] = list(tools)
+        if options:
+            body["chat_template_kwargs"] = dict(options)
+        try:
+            answer = await self._ask(TOKENIZE, body)
+        except ProviderError as error:
+            if error.status in (400, 422):
+                # a template is a program, and may refuse the stand-ins
+                raise CannotRenderTurnError(f"the template refuses to render a turn by itself: {error}") from error
+            raise
+        ids = answer.get("tokens")
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+            raise ProviderError(f"{TOKENIZE} answered with tokens={ids!r:.200}, which are no token ids")
+        return ids
+
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        return await retry(lambda: self._backend.call(path, body), self._retry)
+
+
+# -- new turns as ids ---------------------------------------------------------------------------------------------
+
+
+class TurnRenderer:
+    """A renderer of one turn at a time, over what renders whole conversations, such as a server's /tokenize."""
+
+    def __init__(self, render: Render) -> None:
+        self.render = render
+        self._end: dict[str, int] = {}
+        self._tools_checked: dict[str, str | None] = {}
+        # rollouts that begin together ask once
+        self._checking = asyncio.Lock()
+
+    async def check(self) -> None:
+        """Check that turns can be rendered by themselves; with tools that is checked when they are first met.
+
+        Raises:
+            CannotRenderTurnError: they cannot.
+        """
+        await self._end_of_turn({})
+
+    async def extend(
+        self,
+        held: Sequence[int],
+        answer: Message,
+        new: Sequence[Message],
+        tools: Tools,
+        options: Mapping[str, Any],
+    ) -> list[int]:
+        """Return ids to put behind `held`: the rest of the answer's turn, the new messages, the generation prompt.
+
+        Args:
+            held: everything that the policy saw and sampled; it ends with the ids of `answer`.
+            answer: the message that was read from these.
+            new: messages since.
+            tools: that the conversation was begun with.
+            options: arguments of the template.
+
+        Raises:
+            CannotRenderTurnError: the template does not let these messages be rendered by themselves.
+        """
+        end = await self._end_of_turn(options)
+        if tools:
+            await self._check_tools(tools, options, end)
+        ids = await self._behind(answer, new, None, options, end)
+        # the policy ended its turn itself: what it sampled stays as it is
+        return ids[1:] if held and held[-1] == end else ids
+
+    async def _behind(
+        self,
+        answer: Message,
+        new: Sequence[Message],
+        tools: Tools,
+        options: Mapping[str, Any],
+        end: int | None,
+    ) -> list[int]:
+        calls = _stand_in_calls(answer)
+        one, two = [
+            await self.render([_ASKED, {"role": "assistant", "content": content, **calls}, *new], tools, options)
+            for content in _TWO_ANSWERS
+        ]
+        if one == two:
+            raise CannotRenderTurnError(
+                "the template leaves out the policy's newest answer, so nothing can follow it"
+            )
+        from_the_end = zip(reversed(one), reversed(two), strict=False)
+        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], from_the_end))
+        ids = one[len(one) - alike :]
+        if calls and end is not None:
+            # the calls were sampled, and stand between the content and the end of the turn
+            if end not in ids:
+                raise CannotRenderTurnError("the template ends turns with and without tool calls differently")
+            ids = ids[ids.index(end) :]
+        if not ids or (end is not None and ids[0] != end):
+            raise CannotRenderTurnError(_DEPENDS)
+        return ids
+
+    async def _end_of_turn(self, options: Mapping[str, Any]) -> int:
+        key = _key(options)
+        if key not in self._end:
+            async with self._checking:
+                if key not in self._end:
+                    self._end[key] = await self._find_end_of_turn(options)
+        return self._end[key]
+
+    async def _find_end_of_turn(self, options: Mapping[str, Any]) -> int:
+        new = [{"role": "user", "content": "b"}]
+        behind = await self._behind({}, new, None, options, None)
+        longer = [_ASKED, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d e"}]
+        conversations = [([_ASKED], content) for content in _OTHER_ANSWERS] + [(longer, _TWO_ANSWERS[0])]
+        for before, content in conversations:
+            ids = await self.render([*before, {"role": "assistant", "content": content}, *new], None, options)
+            if ids[-len(behind) :] != behind:
+                raise CannotRenderTurnError(_DEPENDS)
+        return behind[0]
+
+    async def _check_tools(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any], end: int) -> None:
+        """Check that turns render alike with and without the tools, which were shown once, in the first prompt."""
+        key = _key([list(tools), options])
+        if key not in self._tools_checked:
+            async with self._checking:
+                if key not in self._tools_checked:
+                    self._tools_checked[key] = await self._compare_with_tools(tools, options, end)
+        reason = self._tools_checked[key]
+        if reason is not None:
+            raise CannotRenderTurnError(reason)
+
+    async def _compare_with_tools(
+        self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any], end: int
+    ) -> str | None:
+        """Return the reason why turns cannot be rendered without the tools, or None where they can."""
+        name = str(tools[0].get("function", {}).get("name", "f"))
+        tool_call = {"tool_calls": [{"id": "call00000", "function": {"name": name, "arguments": "{}"}}]}
+        told = {"role": "tool", "tool_call_id": "call00000", "content": "b"}
+        turns: tuple[tuple[Message, Message], ...] = (({}, {"role": "user", "content": "b"}), (tool_call, told))
+        for answer, new in turns:
+            try:
+                without = await self._behind(answer, [new], None, options, end)
+                if await self._behind(answer, [new], tools, options, end) != without:
+                    return "the template shows the tools again with each new turn"
+            except CannotRenderTurnError as error:
+                return str(error)
+        return None
+
+
+def _stand_in_calls(answer: Message) -> dict[str, Any]:
+    """Return the answer's tool calls with empty arguments, as tools' answers may be matched with ids and names."""
+    calls = answer.get("tool_calls")
+    if not calls:
+        return {}
+    stand_ins = []
+    for call in calls:
+        name = str(call["function"]["name"])
+        # what the policy wrote may be anything, the mark of the end of a turn too
+        function = {"name": name if _PLAIN_NAME.match(name) else "f", "arguments": "{}"}
+        stand_ins.append({"id": str(call["id"]), "type": "function", "function": function})
+    return {"tool_calls": stand_ins}
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+# -- a chat call, and the answers that it may continue -----------------------------------------------------------
 
 # fields that a chat call and vLLM's sampling parameters share
 _SAMPLING = frozenset(
@@ -219,6 +381,9 @@ class ChatCall:
     request_options: dict[str, Any]
     context: str
 
+    def generate_body(self, ids: list[int]) -> dict[str, Any]:
+        return {**self.request_options, "model": self.model, "token_ids": ids, "sampling_params": self.sampling}
+
 
 def read_chat_call(body: Mapping[str, Any]) -> ChatCall | str:
     """Return a chat call, given as its JSON body, as it can be made by token ids; or the reason why it cannot."""
@@ -259,25 +424,6 @@ def read_chat_call(body: Mapping[str, Any]) -> ChatCall | str:
     return ChatCall(model, messages, known, tools, sampling, template_options, chat, request, context)
 
 
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """An answer of the policy and everything before it.
-
-    Attributes:
-        length: number of messages, the answer included.
-    """
-
-    keys: list[tuple[Any, ...]]
-    context: str
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    answer: Mapping[str, Any]
-
-    @property
-    def length(self) -> int:
-        return len(self.keys)
-
-
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return a message as a value to compare by, or None where it holds more than text and tool calls."""
     content = message.get("content")
@@ -298,100 +444,101 @@ def _call_key(call: Any) -> tuple[Any, ...]:
     return call["id"], function["name"], function["arguments"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    keys: list[tuple[Any, ...]]
+    context: str
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    answer: Message
+
+
 @dataclass(slots=True)
 class TokenTurns:
     """The answers of one rollout, as messages and as ids; of several conversations where it branches."""
 
-    _shared: TokenIn
-    _prefixes: list[CachedPrefix] = field(default_factory=list)
+    shared: TokenIn
+    _answers: list[_Held] = field(default_factory=list)
 
-    async def ask(self, send: Send, body: Mapping[str, Any]) -> tuple[Any, ChatCall | None]:
-        """Answer one chat call by token ids.
+    async def read(self, body: Mapping[str, Any]) -> tuple[ChatCall | None, list[int] | None]:
+        """Return a chat call, to be given to `hold` with its answer, and its prompt as ids.
 
-        Args:
-            send: makes a call to the server, with retries and recorded failures.
-            body: of the chat call, as `request_body` gives it.
-
-        Returns:
-            The chat completion, with ids and log-probs, or None where the call is to go as messages; and what is to
-            be given to `hold` afterwards.
+        Each is None where the call has none: without ids it goes as messages.
         """
-        if self._shared.is_refused:
+        shared = self.shared
+        if shared.is_refused:
             return None, None
         call = read_chat_call(body)
         if isinstance(call, str):
-            self._shared.warn_once(f"a call with {call} goes as messages, not as token ids.")
+            shared.warn_once(f"a call with {call} goes as messages, not as token ids.")
             return None, None
+        held = self.find(call)
+        if held is None and shared.mode != "tokens":
+            return call, None
         try:
-            ids = await self._prompt_ids(call)
-            return (None if ids is None else await self._generated(send, call, ids)), call
+            return call, await self._prompt_ids(call, held) if await shared.offered() else None
         except ProviderError as error:
-            if not self._shared.refuse_for_now(error):
+            if not shared.refuse_for_now(error):
                 raise
-            return None, call
+            return call, None
+
+    async def _prompt_ids(self, call: ChatCall, held: _Held | None) -> list[int] | None:
+        renderer = self.shared.renderer
+        try:
+            if held is None:
+                return await renderer.render(call.messages, call.tools, call.template_options)
+            ids = [*held.prompt_ids, *held.completion_ids]
+            new = call.messages[len(held.keys) :]
+            return ids + await renderer.extend(ids, held.answer, new, call.tools, call.template_options)
+        except CannotRenderTurnError as error:
+            self.shared.warn_once(f"a turn goes as messages, not as token ids: {error}.")
+            return None
 
     def hold(
-        self, call: ChatCall, message: Mapping[str, Any], prompt_ids: Sequence[int], completion_ids: Sequence[int]
+        self, call: ChatCall, message: Message, prompt_ids: Sequence[int], completion_ids: Sequence[int]
     ) -> None:
-        """Remember the answer to a call, as `ask` returned it; one that is not comparable is not kept."""
+        """Remember the answer to a call; one that is not comparable is not kept."""
         key = message_key(message)
         if key is not None:
-            self._prefixes.append(CachedPrefix([*call.keys, key], call.context, prompt_ids, completion_ids, message))
+            self._answers.append(_Held([*call.keys, key], call.context, prompt_ids, completion_ids, message))
 
-    def find(self, call: ChatCall) -> CachedPrefix | None:
+    def find(self, call: ChatCall) -> _Held | None:
         """Return the newest answer that the call repeats, with everything before it, and continues."""
-        for prefix in reversed(self._prefixes):
-            length = prefix.length
-            if length < len(call.keys) and prefix.context == call.context and call.keys[:length] == prefix.keys:
-                return prefix
+        for held in reversed(self._answers):
+            length = len(held.keys)
+            if length < len(call.keys) and held.context == call.context and call.keys[:length] == held.keys:
+                return held
         return None
 
-    async def _prompt_ids(self, call: ChatCall) -> list[int] | None:
-        prefix = self.find(call)
-        shared = self._shared
-        if prefix is None and shared.mode != "tokens":
-            return None
-        if not await shared.offered():
-            return None
-        try:
-            if prefix is None:
-                return await shared.renderer.first(call.messages, call.tools, call.template_options)
-            ids = [*prefix.prompt_ids, *prefix.completion_ids]
-            new = call.messages[prefix.length :]
-            return ids + await shared.renderer.extend(ids, prefix.answer, new, call.tools, call.template_options)
-        except CannotRenderTurnError as error:
-            shared.warn_once(f"a turn goes as messages, not as token ids: {error}.")
-            return None
 
-    async def _generated(self, send: Send, call: ChatCall, ids: list[int]) -> WireObject:
-        body = {**call.request_options, "model": call.model, "token_ids": ids, "sampling_params": call.sampling}
-        answer = await send(GENERATE, body)
-        choices = answer.get("choices") or [{}]
-        choice = choices[0]
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
-        sampled = choice.get("token_ids")
-        if sampled:
-            read = await send(DERENDER, derender_body(call.model, ids, choice, call.chat_options))
-            message = _cut_at_stop(read["choices"][0]["message"], call.sampling.get("stop"))
-        reason = choice.get("finish_reason")
-        if reason == "stop" and message.get("tool_calls"):
-            reason = "tool_calls"
-        count = len(sampled or ())
-        return WireObject(
-            {
-                "id": answer.get("request_id"),
-                "object": "chat.completion",
-                "created": answer.get("created") or 0,
-                "model": call.model,
-                "choices": [{**choice, "index": 0, "message": message, "finish_reason": reason}],
-                "usage": {
-                    "prompt_tokens": len(ids),
-                    "completion_tokens": count,
-                    "total_tokens": len(ids) + count,
-                },
-                "prompt_token_ids": ids,
-            }
-        )
+async def completion_by_ids(call: ChatCall, ids: list[int], answer: Mapping[str, Any], send: Send) -> WireObject:
+    """Return what was generated behind a prompt's ids as the chat completion that the call asked for.
+
+    Args:
+        answer: of /inference/v1/generate.
+        send: makes a call to the server, with retries.
+    """
+    choice = answer["choices"][0]
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    sampled = choice.get("token_ids") or ()
+    if sampled:
+        read = await send(DERENDER, _derender_body(call.model, ids, choice, call.chat_options))
+        message = _cut_at_stop(read["choices"][0]["message"], call.sampling.get("stop"))
+    reason = choice.get("finish_reason")
+    if reason == "stop" and message.get("tool_calls"):
+        reason = "tool_calls"
+    counts = {"prompt_tokens": len(ids), "completion_tokens": len(sampled), "total_tokens": len(ids) + len(sampled)}
+    return WireObject(
+        {
+            "id": answer.get("request_id"),
+            "object": "chat.completion",
+            "created": answer.get("created") or 0,
+            "model": call.model,
+            "choices": [{**choice, "index": 0, "message": message, "finish_reason": reason}],
+            "usage": counts,
+            "prompt_token_ids": ids,
+        }
+    )
 
 
 def token_in_for(
@@ -419,3 +566,17 @@ def _cut_at_stop(message: dict[str, Any], stop: Any) -> dict[str, Any]:
         return message
     ends = [place for place in (content.find(text) for text in stops) if place >= 0]
     return {**message, "content": content[: min(ends)]} if ends else message
+
+
+def _derender_body(
+    model: str, prompt_ids: Sequence[int], choice: Mapping[str, Any], chat_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the body that asks for a generated choice as a chat completion; its messages play no part."""
+    generated = {"index": 0, "token_ids": choice["token_ids"], "finish_reason": choice.get("finish_reason") or "stop"}
+    return {
+        "model": model,
+        "generate_response": {"choices": [generated]},
+        "prompt_tokens": len(prompt_ids),
+        "prompt_token_ids": list(prompt_ids),
+        "chat_request": {"model": model, "messages": [{"role": "user", "content": "a"}], **chat_options},
+    }

@@ -27,9 +27,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from verifiers.chat_messages import as_text, messages_of
 from verifiers.evals.store import json_line, plain
 from verifiers.log import Redactor
+from verifiers.notebook import as_text, messages_of
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 
 RUN = "run.json"

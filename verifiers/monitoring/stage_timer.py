@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verifiers.rollouts.activity import ActivityReading, RolloutActivity
+from verifiers.rollouts.run import ActivityReading, RolloutActivity
 
 _NOT_WORKING = ("wait", "sync", "eval")
 _GIB = float(1 << 30)

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.chat_messages import drop_none
 from verifiers.types import (
     ChatMessage,
     Messages,
     as_message,
     as_messages,
     content_text,
+    drop_none,
     joined,
     message_field,
     message_text,

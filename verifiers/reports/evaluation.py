@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verifiers.chat_messages import as_text, messages_of
 from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
 from verifiers.evals.store import RESULTS, iter_lines, metrics_of, parse_row, read_metadata
 from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
+from verifiers.notebook import as_text, messages_of
 from verifiers.reports.page import json_text, page_text, write_page
 
 MOST_ROLLOUTS = 10_000

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import RESULTS, read_metadata
+from verifiers.evals.store import RESULTS, parse_row, read_metadata
 from verifiers.http_requests import app_runner
 from verifiers.monitoring.history import eval_set_label, is_trained_on
 from verifiers.monitoring.number_text import rounded

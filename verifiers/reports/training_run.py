@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers.chat_messages import finite
 from verifiers.errors import ConfigError
 from verifiers.evals.store import RESULTS, iter_rows, parse_row
 from verifiers.log import Redactor, secrets_of_run
@@ -19,6 +18,7 @@ from verifiers.monitoring.findings import Finding, find_bottleneck
 from verifiers.monitoring.history import Evaluations, History, eval_set_label, read_history, thin_points
 from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, RUN, SAMPLES, read_lines, read_run, shown_messages
 from verifiers.monitoring.stage_timer import STAGES, RunTime
+from verifiers.notebook import finite
 from verifiers.reports.page import TRAINING_SCRIPTS, page_text, write_page
 
 _COLOURS = 9

@@ -21,19 +21,12 @@ from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlo
 from verifiers.rollouts.run import Deadlines, Run, relaxed_gc
 from verifiers.types import Outcome, RolloutKey, State
 
-__all__ = [
-    "BatchRequest",
-    "BlockRun",
-    "GroupPolicy",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """One block to generate.
 
     Attributes:
-        batch_id: the block id; blocks are taken by it.
         requests: its rollouts; those of a prompt stand together, and are as many for each prompt.
         policy_version: version on the server when the block is submitted, stamped on tokens that the server does not
             stamp itself; None keeps the generator's present version.
@@ -91,8 +84,6 @@ class BlockRun:
     """The generation and scoring of one block; belongs to the event loop that `run` is awaited on.
 
     Args:
-        run: of the rollouts; the block's own, as it drops them all at once.
-        batch: the planned rollouts, and those that replace groups without variance.
         on_groups: called with the groups that are final so far, in order, whenever there are more.
     """
 
@@ -154,10 +145,8 @@ class BlockRun:
         self._dropping = True
         self._drop()
 
-    # -- groups ---------------------------------------------------------------------------------------------
-
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
-        group = await self._run.finish_group(await self._rollouts(self._candidates[place]), score=False)
+        group = self._run.finish_group(await self._rollouts(self._candidates[place]))
         for rollout in group.rollouts:
             # until the block is trained it keeps its rows, its score and what is shown of it
             rollout.state = State()
@@ -192,8 +181,6 @@ class BlockRun:
             others = range(self._planned, self._planned + self._replacements_begun)
             return [self._groups[place] for place in planned], [self._groups[place] for place in others]
         return kept, [self._groups[place] for place in sorted(self._zero_variance)]
-
-    # -- rollouts -------------------------------------------------------------------------------------------
 
     async def _rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Play and score the rollouts of a group; those that fail before they have a score are played again."""

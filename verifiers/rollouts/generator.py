@@ -24,13 +24,10 @@ from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.server_pool import ServerPool, backend_for
 from verifiers.inference.token_in import token_in_for
 from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import RolloutActivity, Run
 from verifiers.types import Outcome
-
-__all__ = ["AsyncBatchGenerator"]
 
 logger = logging.getLogger("verifiers.rollouts")
 
@@ -42,23 +39,14 @@ class AsyncBatchGenerator:
     """A producer of scored blocks, ahead of the trainer that takes them.
 
     Args:
-        env: the environment; its `run_rollouts` and `rubric` are used.
         client: an openai client, an Endpoint, a base URL, any object shaped like AsyncOpenAI, a list of these for
             several servers of the same model, or a `ServerPool`, on whose event loop the rollouts then run.
-        model: the policy's name on the server.
-        sampling_args: OpenAI sampling arguments for every rollout.
         num_batches_ahead: blocks that may be in flight beyond the one being taken; 0 is strictly on policy.
-        max_concurrent: rollouts in flight over all blocks.
-        requests_per_second: throttle; None for none.
-        generation_timeout_s: default deadline of `get_batch`, in seconds.
-        rollout_timeout_s, grading_timeout_s: deadlines of one rollout and of scoring one group, in seconds.
-        require_tokens: token ids and log-probs are needed (training).
         generation: how turns are sent: "auto" as token ids from the second turn on where the server can, "tokens" as
             token ids always, "messages" never.
         check_call: of each trained call, given the fields of the sampling arguments that rollouts are given (one
             mapping, of a group of environments one for each) and those of the call; see `RolloutClient`.
         vocab_size: number of token ids that the policy has: an answer with another is a failed try.
-        group_policy: the handling of rollouts that fail and of groups without variance.
         drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
             up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
 
@@ -133,7 +121,6 @@ class AsyncBatchGenerator:
         return self
 
     def _loop_thread(self) -> LoopThread:
-        """Return the event loop of the rollout servers' pool, else one of the generator's own."""
         if isinstance(self._backend, ServerPool):
             thread = self._backend.thread()
             thread.failed = self._fail
@@ -200,10 +187,7 @@ class AsyncBatchGenerator:
         future.add_done_callback(self._notice_crash)
 
     def get_batch(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
-        """Wait for a submitted block and take it.
-
-        Args:
-            timeout_s: deadline in seconds; `generation_timeout_s` when left out.
+        """Wait for a submitted block and take it; by default for `generation_timeout_s` seconds.
 
         Raises:
             DeadlineError: not ready in time.
@@ -233,11 +217,7 @@ class AsyncBatchGenerator:
             return self._wait_for(block_id, first, timeout_s)
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until no rollout of any submitted block is running or waiting to begin; the blocks stay to be taken.
-
-        Raises:
-            As `get_batch`.
-        """
+        """Wait until no rollout of a submitted block runs or waits to begin; the blocks stay to be taken."""
         with self._changed:
             while self._pending:
                 oldest = next(iter(self._pending))
@@ -343,25 +323,18 @@ class AsyncBatchGenerator:
                 self._recorded_tasks.add(task)
             # a prompt that is too long for the policy leaves no row either, and counts as truncated
             completed = [one for one in rollouts if one.is_scored and one.outcome is Outcome.COMPLETED]
-            if completed and task not in self._recorded_tasks:
-                raise ConfigError(
-                    f"block {block.block_id}: none of {len(completed)} scored rollouts of task {task!r} has a "
-                    "recorded call to the policy, so there is nothing to train; the environment must ask the client "
-                    "and the model that rollout was given, not a client of its own, another model or "
-                    "client.untrained."
-                )
             unasked = sum(not one.turns for one in completed)
+            text = (
+                f"block {block.block_id}: {unasked} of {len(completed)} scored rollouts of task {task!r} have no "
+                "recorded call to the policy, so there is nothing of them to train; the environment must ask the "
+                "client and the model that rollout was given, not a client of its own, another model or "
+                "client.untrained."
+            )
+            if completed and task not in self._recorded_tasks:
+                raise ConfigError(text)
             if unasked and task not in self._warned_tasks:
                 self._warned_tasks.add(task)
-                logger.warning(
-                    "block %d: %d of %d scored rollouts of task %r have no recorded call to the policy and are not "
-                    "trained; unless the environment means to end them without asking, it must ask the client and "
-                    "the model that rollout was given, not a client of its own, another model or client.untrained.",
-                    block.block_id,
-                    unasked,
-                    len(completed),
-                    task,
-                )
+                logger.warning("%s", text)
 
     def _count(self, _: Rollout) -> None:
         self.finished += 1
@@ -400,7 +373,6 @@ class AsyncBatchGenerator:
 
 
 def _fields_given(env: Any, sampling_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the fields that sampling arguments put into a call's body, for each environment of a group."""
     extra = dict(sampling_args.get("extra_body") or {})
     given: list[Mapping[str, Any]] = []
     for member in getattr(env, "envs", None) or ():

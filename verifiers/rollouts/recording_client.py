@@ -6,40 +6,34 @@ itself. So this is where throttling, retries, sampling seeds and the token-exact
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
-from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
-from verifiers.inference.answers import check_tokens, counted_tokens, version_number
+from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError, ProviderError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, GENERATE, Backend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy, retry
 from verifiers.inference.server_pool import ServerPool
-from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
+from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns, completion_by_ids
 from verifiers.inference.wire import (
+    RecordedResponse,
+    SampledTokens,
     WireObject,
+    check_tokens,
     given_arguments,
     neutral_where_unset,
     plain_data,
     request_body,
-    sampled_tokens,
+    version_number,
+    without_tokens,
 )
 from verifiers.rollouts.rollout import TokenSequence, Turn
 from verifiers.types import Usage, message_field
-
-__all__ = [
-    "RecordedAnswer",
-    "RolloutClient",
-    "refuse_non_text",
-    "rows_from_turns",
-    "turn_seed",
-    "without_tokens",
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,62 +50,8 @@ class RecordedAnswer:
     turn: Turn | None
 
 
-class RecordedResponse(WireObject):
-    """An answer whose tokens are held once, in its `turn`, and made when an environment reads them here."""
-
-    __slots__ = ("turn",)
-
-    turn: Turn
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "prompt_token_ids":
-            return list(self.turn.prompt_ids)
-        value = super().__getattr__(name)
-        if name == "choices":
-            value[0] = _RecordedChoice(plain_data(value[0]))
-            value[0].turn = self.turn
-        return value
-
-
-class _RecordedChoice(WireObject):
-    __slots__ = ("turn",)
-
-    turn: Turn
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "token_ids":
-            return list(self.turn.completion_ids)
-        if name == "logprobs":
-            tokens = [f"token_id:{token_id}" for token_id in self.turn.completion_ids]
-            logprobs = list(self.turn.logprobs)
-            content = [{"token": token, "logprob": logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
-            return WireObject({"content": content, "tokens": tokens, "token_logprobs": logprobs})
-        return super().__getattr__(name)
-
-
-def without_tokens(response: Mapping[str, Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an answer without the token ids and log-probs that the environment has not asked for."""
-    extra = arguments.get("extra_body") or {}
-    asked = any((arguments.get(name) or extra.get(name)) for name in ("logprobs", "return_token_ids"))
-    if asked or "choices" not in response:
-        return response
-    lean = {name: value for name, value in response.items() if name not in _TOKEN_FIELDS}
-    lean["choices"] = [
-        {name: value for name, value in choice.items() if name not in _TOKEN_FIELDS} for choice in response["choices"]
-    ]
-    return lean
-
-
-_TOKEN_FIELDS = ("logprobs", "prompt_token_ids", "token_ids", "weight_versions")
-
-
 class PromptIds(Sequence[int]):
-    """Token ids of a prompt that continues an earlier one and its answer: each id is held once.
-
-    Args:
-        before: the earlier prompt and answer; None for a prompt that continues none.
-        added: the ids after them.
-    """
+    """Token ids of a prompt that continues an earlier one and its answer, if any: each id is held once."""
 
     __slots__ = ("_added", "_before", "_length")
 
@@ -131,11 +71,7 @@ class PromptIds(Sequence[int]):
             before = prompt._before
         return itertools.chain.from_iterable(reversed(parts))
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def __eq__(self, other: object) -> bool:
@@ -143,14 +79,11 @@ class PromptIds(Sequence[int]):
 
 
 class _GrowingIds:
-    """The newest prompt and answer of a rollout, which the next prompt nearly always continues."""
-
     def __init__(self) -> None:
         self._newest: tuple[PromptIds, array[int]] | None = None
         self._ids = array("q")
 
     def append(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[PromptIds, array[int]]:
-        """Return a call's prompt and answer as they are held."""
         prompt, completion = array("q", prompt_ids), array("q", completion_ids)
         held = len(self._ids)
         continues = self._newest is not None and prompt[:held] == self._ids
@@ -197,36 +130,39 @@ class _Create:
         return response
 
 
+@dataclass(frozen=True, slots=True)
 class _Chat:
-    def __init__(self, completions: _Create) -> None:
-        self.completions = completions
+    completions: _Create
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What a successful try gave; no tokens for a test double without plain data, the version when it began."""
+
+    response: Any
+    tokens: SampledTokens | None
+    version: int
 
 
 class RolloutClient:
     """A recording stand-in for `openai.AsyncOpenAI`, one for each rollout.
 
     Args:
-        backend: how a call leaves the process.
         limiter: shared throttle; the caller that runs the rollout holds its slot.
-        retry: the retry policy, the only one there is.
         model: name of the trained policy; calls that name another model are not trained.
         seed: the rollout's sampling seed; each call gets its own derived from it. Wins over a seed in the
             call's arguments, since two rollouts of a group must never share one. None leaves the call alone.
         require_tokens: ask for token ids and log-probs, and fail where the server sends none; sampling arguments
             that a call leaves out are sent as those of the model's own distribution (training).
         policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
-        token_in: how turns are sent as token ids; None sends messages.
         check_call: given the body fields of each trained call before anything is sent, where tokens are required;
             raises ConfigError where the trainer assumes another distribution.
-        vocab_size: number of token ids that the policy has; None where that is not known.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
-        answers: of the trained policy, in the order in which they came back.
-        retries: tries that were repeated.
+        is_recording: calls go into the trace. It ends with the rollout: its rewards may still ask.
         last_error: what the newest trained call failed with, or None where it succeeded.
         fatal_error: the newest failure of a trained call that every other rollout would repeat.
-        overlong: a call's prompt did not fit the context.
         is_cut_off: a budget of calls or tokens ended the rollout.
         trains: `group`, where the rollout is for training; else None.
     """
@@ -259,8 +195,9 @@ class RolloutClient:
         self._vocab_size = vocab_size
         self._ids = _GrowingIds()
         self._begun = 0
-        self._trained = True
+        self._has_asked = False
         self.answers: list[RecordedAnswer] = []
+        self.is_recording = True
         self.retries = 0
         self.last_error: Exception | None = None
         self.fatal_error: Exception | None = None
@@ -288,7 +225,6 @@ class RolloutClient:
 
     @property
     def turns(self) -> list[Turn]:
-        """The answers with token ids."""
         return [answer.turn for answer in self.answers if answer.turn is not None]
 
     @property
@@ -298,30 +234,19 @@ class RolloutClient:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all trained calls."""
         used = [answer.usage for answer in self.answers]
-        numbers = zip(*((each.prompt_tokens, each.completion_tokens) for each in used), strict=True)
-        return Usage(*(None if None in each else sum(each) for each in numbers))
+        return Usage(_total([one.prompt_tokens for one in used]), _total([one.completion_tokens for one in used]))
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the newest trained call."""
         return self.answers[-1].finish_reason if self.answers else None
 
     @property
     def untrained(self) -> RolloutClient:
         """A handle on the same server for calls that are not trained: judges, user simulators, other sampling."""
         other = RolloutClient(self._backend, limiter=self._limiter, retry=self._retry)
-        other._trained = False
+        other.is_recording, other._has_asked = False, True
         return other
-
-    def record(self) -> None:
-        """Put later calls into the trace; a new handle does."""
-        self._trained = True
-
-    def stop_recording(self) -> None:
-        """Leave later calls out of the trace: the rollout is over, and its rewards may still ask."""
-        self._trained = False
 
     def with_options(self, **_: Any) -> RolloutClient:
         """Return the same handle: timeouts and retries are the run's, so that one rollout cannot escape them."""
@@ -336,9 +261,18 @@ class RolloutClient:
         Returns:
             The response, and what was recorded of it; None for a call that is not trained.
         """
-        if not self._trained or (self._model is not None and arguments.get("model") != self._model):
+        if not self.is_recording or (self._model is not None and arguments.get("model") != self._model):
             return await self._send(path, arguments), None
-        return await self._call_policy(path, arguments)
+        try:
+            return await self._call_policy(path, arguments)
+        except OverlongPromptError:
+            self.overlong = True
+            raise
+        except Exception as error:
+            self.last_error = error
+            if isinstance(error, ConfigError):
+                self.fatal_error = error
+            raise
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Refuse arguments of a trained call under which its answer could not be trained.
@@ -360,58 +294,83 @@ class RolloutClient:
         self.answers.remove(answer)
 
     async def _call_policy(self, path: str, given: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
-        began = [0]
+        arguments = self._prepared(path, given)
         call: ChatCall | None = None
-        try:
-            arguments = self._prepared(path, given)
-            response = None
-            if self._tokens is not None and path == CHAT:
-                send = functools.partial(self._send, began=began)
-                response, call = await self._tokens.ask(send, request_body(arguments))
-            if response is None:
-                response = await self._send(path, arguments, began)
-            recorded = self._record(response, began[0], call)
-            if recorded is not None and recorded.turn is not None and isinstance(response, WireObject):
-                # held once, in the trace: the prompts of a long rollout add up to many times its tokens
-                lean = without_tokens(plain_data(response), given)
-                if lean is not plain_data(response):
-                    response = RecordedResponse(lean)
-                    response.turn = recorded.turn
+        sampled: _Sampled | None = None
+        if self._tokens is not None and path == CHAT:
+            call, ids = await self._tokens.read(request_body(arguments))
+            if call is not None and ids is not None:
+                sampled = await self._sample_by_ids(self._tokens, call, ids)
+        if sampled is None:
+            sampled = await self._sample(path, arguments)
+        response, tokens = sampled.response, sampled.tokens
+        if tokens is None and not getattr(response, "choices", None):
+            raise EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
+        self.last_error = None
+        if tokens is None:
+            return response, None
+        recorded = RecordedAnswer(tokens.finish_reason, tokens.usage, self._turn(tokens, sampled.version))
+        self.answers.append(recorded)
+        if recorded.turn is None:
             return response, recorded
-        except OverlongPromptError:
-            self.overlong = True
-            raise
-        except Exception as error:
-            self.last_error = error
-            if isinstance(error, ConfigError):
-                self.fatal_error = error
-            raise
+        answer = plain_data(response)
+        if isinstance(response, WireObject):
+            # held once, in the trace: the prompts of a long rollout add up to many times its tokens
+            lean = without_tokens(answer, given)
+            if lean is not answer:
+                response = RecordedResponse(lean, recorded.turn)
+        if self._tokens is not None and call is not None:
+            message = answer["choices"][0].get("message") or {}
+            self._tokens.hold(call, message, recorded.turn.prompt_ids, recorded.turn.completion_ids)
+        return response, recorded
 
-    async def _send(self, path: str, arguments: Mapping[str, Any], began: list[int] | None = None) -> Any:
-        """Send a call, with retries.
+    async def _sample_by_ids(self, turns: TokenTurns, call: ChatCall, ids: list[int]) -> _Sampled | None:
+        """Answer a chat call by its prompt's ids; None where a failing route sends it as messages."""
+        try:
+            sampled = await self._sample(GENERATE, call.generate_body(ids))
+            response = await completion_by_ids(call, ids, sampled.response, self._send)
+        except ProviderError as error:
+            if not turns.shared.refuse_for_now(error):
+                raise
+            return None
+        assert sampled.tokens is not None
+        usage = Usage(len(ids), len(sampled.tokens.completion_ids or ()))
+        reason = response.choices[0].finish_reason
+        tokens = dataclasses.replace(sampled.tokens, prompt_ids=ids, finish_reason=reason, usage=usage)
+        return _Sampled(response, tokens, sampled.version)
 
-        Args:
-            began: gets the policy version at the start of the newest try that samples; None for a call that is not
-                trained.
-        """
-        samples = path != DERENDER
+    async def _send(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Send a call that samples nothing of the policy, with retries."""
 
-        # each try sends the same: where they are token ids, the same ids and seed
         async def attempt() -> Any:
-            if began is None or not samples:
-                return await self._backend.call(path, arguments)
-            began[0] = self._version_now()
-            answer = await self._backend.call(path, arguments)
-            check_tokens(
-                plain_data(answer),
-                self.base_url,
+            if path != DERENDER:
+                await self._wait_for_request()
+            return await self._backend.call(path, arguments)
+
+        return await retry(attempt, self._retry, self._count_retry, self._limiter)
+
+    async def _sample(self, path: str, arguments: Mapping[str, Any]) -> _Sampled:
+        """Send a call of the policy, with retries; each try has the same seed and ids."""
+
+        async def attempt() -> _Sampled:
+            await self._wait_for_request()
+            version = self._version_now()
+            response = await self._backend.call(path, arguments)
+            tokens = check_tokens(
+                plain_data(response),
+                self._backend.base_url,
                 needed=self._require_tokens,
                 vocab_size=self._vocab_size,
                 has_prompt=path != GENERATE,
             )
-            return answer
+            return _Sampled(response, tokens, version)
 
-        return await retry(attempt, self._retry, self._count_retry, self._limiter, throttled=samples)
+        return await retry(attempt, self._retry, self._count_retry, self._limiter)
+
+    async def _wait_for_request(self) -> None:
+        if self._limiter is not None:
+            await self._limiter.wait_for_request(begins=not self._has_asked)
+            self._has_asked = True
 
     def _version_now(self) -> int:
         return self._policy_version() if self._policy_version is not None else 0
@@ -442,46 +401,24 @@ class RolloutClient:
             arguments["extra_body"] = extra
         return arguments
 
-    def _record(self, response: Any, version_before: int, call: ChatCall | None) -> RecordedAnswer | None:
-        """Put an answer into the trace, and, where it answers a `call`, into what later turns may extend."""
-        if not getattr(response, "choices", None):
-            raise EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
-        self.last_error = None
-        # the plain JSON where it is ours: wrapping every token's entry would cost more than the call
-        answer = plain_data(response)
-        choices = answer.get("choices")
-        if not choices:
+    def _turn(self, tokens: SampledTokens, version_before: int) -> Turn | None:
+        if tokens.prompt_ids is None or tokens.completion_ids is None or tokens.logprobs is None:
             return None
-        choice = choices[0]
-        sampled = sampled_tokens(answer)
-        counted = counted_tokens(answer)
-        used = [
-            counted.get(name, None if ids is None else len(ids))
-            for name, ids in (("prompt_tokens", sampled.prompt_ids), ("completion_tokens", sampled.completion_ids))
-        ]
-        prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
-        reason = choice.get("finish_reason")
-        turn = None
-        if prompt_ids is not None and completion_ids is not None and logprobs is not None:
-            versions, all_reported = _versions(sampled.versions, len(completion_ids), version_before)
-            version_after = version_before if all_reported else self._version_now()
-            # it is unknown before which token a push in between came, so both versions stand for all of them
-            newest = version_after if version_after != version_before else None
-            held = self._ids.append(prompt_ids, completion_ids)
-            turn = Turn(*held, array("d", logprobs), versions, reason, newest)
-            if self._tokens is not None and call is not None:
-                self._tokens.hold(call, choice.get("message") or {}, *held)
-        recorded = RecordedAnswer(reason, Usage(*used), turn)
-        self.answers.append(recorded)
-        return recorded
+        versions, all_reported = _versions(tokens.versions, len(tokens.completion_ids), version_before)
+        version_after = version_before if all_reported else self._version_now()
+        # it is unknown before which token a push in between came, so both versions stand for all of them
+        newest = version_after if version_after != version_before else None
+        held = self._ids.append(tokens.prompt_ids, tokens.completion_ids)
+        return Turn(*held, array("d", tokens.logprobs), versions, tokens.finish_reason, newest)
+
+
+def _total(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> tuple[list[int], bool]:
-    """Return each token's policy version: the server's spans where it reports them, else the version at the start.
-
-    Returns:
-        The versions, and whether the server reported all of them.
-    """
+    """Return each token's policy version, the default where the server reports none, and whether it reports all."""
     versions = [default] * length
     reported = 0
     for span in spans:

@@ -8,22 +8,7 @@ from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, RolloutScore, State, Timing, Usage
-
-__all__ = [
-    "STRAGGLER",
-    "Group",
-    "Rollout",
-    "RolloutRequest",
-    "ScoredBlock",
-    "TokenSequence",
-    "Turn",
-    "failure_from",
-    "most_often",
-    "requests_by_prompt",
-    "straggler",
-    "timed_out",
-]
+from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
 
 STRAGGLER = "Straggler"
 """`Failure.kind` of a rollout that was dropped because its block was wanted."""
@@ -34,8 +19,6 @@ class RolloutRequest:
     """One attempt to be made at one prompt.
 
     Attributes:
-        key: identity of the rollout.
-        prompt: messages, or a string in completion mode.
         seed: sampling seed sent to the server; derived from (seed, key) by `data.sampler.rollout_seed`.
         lost_workers: rollout workers that died under its earlier attempts.
     """
@@ -66,7 +49,6 @@ class Turn:
         completion_ids: every sampled token id, the end-of-sequence token included.
         logprobs: log-probability of each sampled token under the distribution it was sampled from
             (after temperature), in nats; same length as `completion_ids`.
-        versions: policy version of each sampled token; same length.
         finish_reason: the server's: "stop", "length", "tool_calls", ...
         newest_version: the version when the answer ended, where that is another than when it began and the server
             reports no version of single tokens; `versions` then holds the one at the beginning.
@@ -90,7 +72,6 @@ class TokenSequence:
         loss_mask: 1 on sampled tokens, 0 on the environment's; length T.
         logprobs: the sampler's log-probs; 0.0 where `loss_mask` is 0; length T.
         versions: policy version of each sampled token; -1 where `loss_mask` is 0; length T.
-        is_truncated: the last turn ended for lack of room (finish reason "length").
         unreported_version: the newest version that may have sampled tokens which the server does not stamp (see
             `Turn`); None where there are none.
     """
@@ -131,11 +112,9 @@ class Rollout:
 
     Attributes:
         reward: weighted sum of the reward functions; None unless the outcome is `completed` or `truncated`.
-        metrics: each reward function's unweighted value.
         rows: the trained policy's tokens; empty where the server gave no token ids.
         forks: turns that started another row (see `rows_from_turns`).
         advantage: given by the environment in place of the group's: one float, or one per sampled token.
-        failure: why there is no reward.
     """
 
     key: RolloutKey
@@ -165,16 +144,6 @@ class Rollout:
     @property
     def is_truncated(self) -> bool:
         return self.outcome is Outcome.TRUNCATED
-
-    def take_score(self, score: RolloutScore) -> None:
-        """Take a score over; a failed grade makes this a `grading_error`."""
-        if score.errors:
-            failed = score.errors[0]
-            self.outcome = Outcome.GRADING_ERROR
-            self.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
-            return
-        self.reward, self.metrics = score.reward, score.metrics
-        self.advantage = self.state.get("advantage")
 
 
 @dataclass(slots=True)
@@ -232,16 +201,5 @@ def most_often(commonest: tuple[str, int] | None) -> str:
     return f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
 
 
-def straggler(seconds: float) -> tuple[Outcome, Failure]:
-    text = f"still running when its block was wanted, after {seconds:.1f} s"
-    return Outcome.CANCELLED, Failure(STRAGGLER, text)
-
-
-def timed_out(seconds: float) -> tuple[Outcome, Failure]:
-    text = f"the rollout did not end within rollout_timeout_s={seconds:g}"
-    return Outcome.TIMED_OUT, Failure("TimeoutError", text)
-
-
 def failure_from(error: BaseException) -> Failure:
-    """Return an exception as a failure."""
     return Failure(type(error).__name__, str(error) or repr(error), exception=error)

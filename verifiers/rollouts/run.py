@@ -1,68 +1,132 @@
-"""Run: an environment, the policy that plays it, and the limits that all rollouts of a run share.
+"""Run: an environment, the policy that plays it, and the limits that all rollouts of a run share; and `play`.
 
-Training, evaluation and the classic calls all come here. Every request becomes exactly one `Rollout` with exactly one
-outcome, and groups are scored together: a failure of the machinery is never a reward of 0.
+Training, evaluation and the classic calls all come here. `play` takes one rollout from its request to its outcome: it
+is the only place where a rollout fails, holds a slot or a deadline. Every request becomes exactly one `Rollout` with
+exactly one outcome, and groups are scored together: a failure of the machinery is never a reward of 0.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import copy
 import dataclasses
 import gc
+import logging
+import operator
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.errors import ConfigError, RolloutWorkerError
+from verifiers.errors import ConfigError, ModelError, OverlongPromptError, RolloutWorkerError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn
-from verifiers.rollouts.activity import RolloutActivity
-from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
+from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
+from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, RolloutRequest, failure_from
 from verifiers.rubrics.scoring import grading_deadline
-from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore
+from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
 
-__all__ = ["Deadlines", "Run", "relaxed_gc"]
+logger = logging.getLogger("verifiers.rollouts")
+
+FATAL_ERRORS = (ConfigError, NoMoreSlotsError)
+"""Errors that every other rollout would repeat: they end the run instead of one rollout."""
 
 YOUNG_OBJECTS = 50_000
 """Allocations between two young collections while rollouts run: each would walk the rollouts in flight."""
 
 
-class Deadlines:
-    """The deadlines of rollouts, which may all be given up at once.
+@dataclass(frozen=True, slots=True)
+class ActivityReading:
+    """Sums since the start; the difference of two readings belongs to the time between them.
 
     Attributes:
-        are_dropped: they were given up, and so is every later one.
+        generating_s: seconds in which at least one rollout was running.
+        busy_s: seconds in which at least one rollout was running or being scored.
+        rollout_s: seconds of all rollouts that ran, added up; divided by the time, the mean number in flight.
+        queued_s: the same of rollouts that waited for a slot of the limiter.
     """
+
+    generating_s: float = 0.0
+    busy_s: float = 0.0
+    rollout_s: float = 0.0
+    queued_s: float = 0.0
+
+    def __add__(self, other: ActivityReading) -> ActivityReading:
+        return ActivityReading(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+    def __sub__(self, other: ActivityReading) -> ActivityReading:
+        return ActivityReading(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+
+class RolloutActivity:
+    """Counts of the rollouts that wait, run and are scored now, added up over time. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.queued = self.running = self.scoring = self._most_running = 0
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since = clock()
+        self._sums = [0.0, 0.0, 0.0, 0.0]
+
+    def change(self, *, queued: int = 0, running: int = 0, scoring: int = 0) -> None:
+        with self._lock:
+            self._add_elapsed()
+            self.queued += queued
+            self.running += running
+            self.scoring += scoring
+            self._most_running = max(self._most_running, self.running)
+
+    def read(self) -> ActivityReading:
+        with self._lock:
+            self._add_elapsed()
+            return ActivityReading(*self._sums)
+
+    def take_most_running(self) -> int:
+        """Return the most rollouts that ran at once since the last call."""
+        with self._lock:
+            most, self._most_running = self._most_running, self.running
+            return most
+
+    def _add_elapsed(self) -> None:
+        now = self._clock()
+        passed, self._since = now - self._since, now
+        if self.running:
+            self._sums[0] += passed
+            self._sums[2] += passed * self.running
+        if self.running or self.scoring:
+            self._sums[1] += passed
+        if self.queued:
+            self._sums[3] += passed * self.queued
+
+
+class Deadlines:
+    """The deadlines of rollouts, which may all be given up at once, with every later one."""
 
     def __init__(self) -> None:
         self.are_dropped = False
-        self._made: weakref.WeakSet[asyncio.Timeout] = weakref.WeakSet()
+        self._open: set[asyncio.Timeout] = set()
 
-    def new(self) -> asyncio.Timeout:
-        """Return a timeout, to be entered, that is not over before `start` or `drop` says so."""
-        deadline = asyncio.timeout(0.0 if self.are_dropped else None)
-        self._made.add(deadline)
-        return deadline
-
-    def start(self, deadline: asyncio.Timeout, seconds: float) -> None:
-        """Let an entered deadline end so many seconds from now."""
-        if not deadline.expired():
-            deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[asyncio.Timeout]:
+        """Give a timeout that is not over before it is rescheduled, or before `drop`."""
+        async with asyncio.timeout(0.0 if self.are_dropped else None) as deadline:
+            self._open.add(deadline)
+            try:
+                yield deadline
+            finally:
+                self._open.discard(deadline)
 
     def drop(self) -> None:
         """End all deadlines now."""
         self.are_dropped = True
-        for deadline in self._made:
-            with contextlib.suppress(RuntimeError):  # it has ended already
-                self.start(deadline, 0.0)
+        for deadline in self._open:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
 
 
 @dataclass(slots=True)
@@ -70,20 +134,12 @@ class Run:
     """What the rollouts of a run share.
 
     Attributes:
-        env: the environment; its `run_rollouts` and its `rubric` are used.
-        model: the policy's name on the server.
-        sampling_args: OpenAI sampling arguments, e.g. temperature, max_tokens.
         limiter: what may be in flight at once; share it to bound several runs together.
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
-        grading_timeout_s: deadline for scoring one group, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
-        policy_version: policy version now on the server.
-        token_in: how turns are sent as token ids; None sends messages.
         check_call: of each trained call where tokens are required; see `RolloutClient`.
-        vocab_size: number of token ids that the policy has, where that is known.
         on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
-        activity: counts what waits, runs and is scored.
         workers: give the player of a rollout, where the environment does not play it itself; see `player`.
     """
 
@@ -113,7 +169,7 @@ class Run:
         """Return the client of a rollout; one that is played a second time continues its trace."""
         client = self._clients.get(request.key)
         if client is not None:
-            client.record()
+            client.is_recording = True
         else:
             client = self._clients[request.key] = RolloutClient(
                 self.backend,
@@ -134,6 +190,23 @@ class Run:
         """Give what plays a rollout of `env`, by its `play(state)`: the environment, or a worker that has room."""
         return nullcontext(env) if self.workers is None else self.workers.player(env, request, self.limiter)
 
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold a slot of the limiter; the rollout counts as queued until it has the slot, and as running with it."""
+        self.activity.change(queued=1)
+        queued = 1
+        try:
+            async with self.limiter.slot():
+                self.activity.change(queued=-1, running=1)
+                queued = 0
+                try:
+                    yield
+                finally:
+                    self.activity.change(running=-1)
+        finally:
+            if queued:
+                self.activity.change(queued=-1)
+
     # -- groups ---------------------------------------------------------------------------------------------------
 
     async def play(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
@@ -147,7 +220,7 @@ class Run:
         run = dataclasses.replace(self, _clients={})
         try:
             rollouts = await self.env.run_rollouts(requests, run)
-        except (ConfigError, NoMoreSlotsError):
+        except FATAL_ERRORS:
             raise
         except (Exception, SystemExit) as error:
             # an override's own mistake, beside the rollouts that it plays
@@ -161,18 +234,18 @@ class Run:
             )
         return list(rollouts)
 
-    async def run_group(self, requests: Sequence[RolloutRequest], *, score: bool = True) -> Group:
+    async def run_group(self, requests: Sequence[RolloutRequest]) -> Group:
         """Play the rollouts of one prompt concurrently, then score them together.
 
         Raises:
             ConfigError: a mistake that every other rollout would repeat.
         """
-        return await self.finish_group(await self.play(requests), score=score)
+        rollouts = await self.play(requests)
+        await self.score(rollouts)
+        return self.finish_group(rollouts)
 
-    async def finish_group(self, rollouts: list[Rollout], *, score: bool = True) -> Group:
-        """Score the finished rollouts of one prompt together and drop their clients."""
-        if score:
-            await self.score(rollouts)
+    def finish_group(self, rollouts: list[Rollout]) -> Group:
+        """Return the scored rollouts of one prompt, without their clients."""
         for rollout in rollouts:
             # a finished rollout holds no connection, nor the tokens that its handle recorded
             rollout.state.pop("client", None)
@@ -234,11 +307,173 @@ class Run:
             if failure is not None:
                 rollout.outcome, rollout.failure = outcome, failure
             else:
-                rollout.take_score(scores[index])
+                take_score(rollout, scores[index])
+
+
+# -- one rollout ---------------------------------------------------------------------------------------------------
+
+
+async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:
+    """Play one rollout under the run's limits; a failure becomes its outcome.
+
+    Raises:
+        ConfigError, NoMoreSlotsError: an error that every other rollout would repeat.
+    """
+    client = run.client(request)
+    state = begin_state(request, client, run.model, run.sampling_args)
+    failure: Failure | None = None
+    outcome = Outcome.COMPLETED
+    submitted = started = time.perf_counter()
+    try:
+        async with run.deadlines.one() as deadline, run.player(env, request) as player, run.slot():
+            started = time.perf_counter()
+            if not run.deadlines.are_dropped:
+                deadline.reschedule(asyncio.get_running_loop().time() + run.rollout_timeout_s)
+            await player.play(state)
+    except FATAL_ERRORS:
+        raise
+    except OverlongPromptError:
+        # the environment let it propagate
+        state["prompt_too_long"] = True
+    except (Exception, SystemExit) as error:
+        state["error"] = error
+        if not deadline.expired():
+            outcome, failure = _failed(error, client)
+        elif run.deadlines.are_dropped:
+            seconds = time.perf_counter() - submitted
+            text = f"still running when its block was wanted, after {seconds:.1f} s"
+            outcome, failure = Outcome.CANCELLED, Failure(STRAGGLER, text)
+        else:
+            text = f"the rollout did not end within rollout_timeout_s={run.rollout_timeout_s:g}"
+            outcome, failure = Outcome.TIMED_OUT, Failure("TimeoutError", text)
+    timing = Timing(queued_s=started - submitted, generation_s=time.perf_counter() - started)
+    if failure is None:
+        outcome, failure = _outcome_of(state, client)
+    if failure is not None:
+        logger.debug("rollout %s ended as %s: %s", request.key, outcome, failure)
+    rows, forks = rows_from_turns(client.turns)
+    # reward functions may ask the same server, but what it answers them is not trained on
+    client.is_recording = False
+    # as the state has them: `setup_state` may draw the question, and the reward functions see that one
+    rollout = Rollout(
+        key=request.key,
+        outcome=outcome,
+        prompt=state["prompt"],
+        completion=state["completion"],
+        answer=state["answer"],
+        task=state["task"],
+        info=state["info"],
+        rows=rows,
+        forks=forks,
+        turns=client.calls,
+        failure=failure,
+        attempts=1 + client.retries,
+        timing=timing,
+        usage=client.usage,
+        state=state,
+    )
+    if run.on_end is not None:
+        run.on_end(rollout)
+    return rollout
+
+
+def begin_state(request: RolloutRequest, client: Any, model: str, sampling_args: SamplingArgs) -> State:
+    """Return the state of a rollout that begins; its prompt, answer and info are copies of the request's."""
+    # the rollouts of a prompt share its row, and environments write into what they are given
+    prompt = as_messages(_own_copy(request.prompt))
+    fields = {
+        "prompt": prompt,
+        "answer": _own_copy(request.answer),
+        "task": request.task,
+        "info": _own_copy(request.info),
+    }
+    example_id = request.key.example_id
+    return State(
+        id=example_id,
+        **fields,
+        input={**fields, "example_id": example_id},
+        example_id=example_id,
+        completion="" if isinstance(prompt, str) else [],
+        responses=[],
+        trajectory=[],
+        trajectory_id=uuid.uuid4().hex,
+        turn=0,
+        oai_tools=None,
+        tool_defs=[],
+        timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
+        is_completed=False,
+        is_truncated=False,
+        stop_condition=None,
+        final_env_response=None,
+        reward=None,
+        metrics=None,
+        error=None,
+        client=client,
+        model=model,
+        sampling_args=dict(sampling_args),
+    )
+
+
+def _failed(error: BaseException, client: RolloutClient) -> tuple[Outcome, Failure]:
+    is_policys = blames_policy(error, client)
+    return Outcome.PROVIDER_ERROR if is_policys else Outcome.ENVIRONMENT_ERROR, failure_from(error)
+
+
+def blames_policy(error: BaseException, client: RolloutClient) -> bool:
+    """Return whether an exception comes from a call of the policy."""
+    return isinstance(error, ModelError) or _chain_has(error, client.last_error)
+
+
+def _outcome_of(state: State, client: RolloutClient) -> tuple[Outcome, Failure | None]:
+    """Return the outcome of a rollout that came to its end; raise the fatal error that its environment swallowed."""
+    policy_error, stored = client.fatal_error or client.last_error, state.get("error")
+    if isinstance(policy_error, FATAL_ERRORS):
+        raise policy_error
+    if policy_error is not None:
+        # the environment swallowed it and continued without the policy's answer
+        return Outcome.PROVIDER_ERROR, failure_from(policy_error)
+    if isinstance(stored, BaseException) and not isinstance(stored, OverlongPromptError):
+        return _failed(stored, client)
+    is_overlong = client.overlong or isinstance(stored, OverlongPromptError) or state.get("prompt_too_long") is True
+    is_cut_off = client.finish_reason == "length" or client.is_cut_off
+    return Outcome.TRUNCATED if is_overlong or is_cut_off else Outcome.COMPLETED, None
+
+
+def _chain_has(error: BaseException | None, wanted: BaseException | None) -> bool:
+    seen: set[int] = set()
+    # `raise error from error` makes a chain without an end
+    while error is not None and wanted is not None and id(error) not in seen:
+        if error is wanted:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _own_copy(value: Any) -> Any:
+    """Return a deep copy; of plain JSON data, which prompts nearly always are, faster than `copy.deepcopy`."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {name: _own_copy(item) for name, item in value.items()}
+    if kind is list:
+        return [_own_copy(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def take_score(rollout: Rollout, score: RolloutScore) -> None:
+    """Give a rollout its score; a failed grade makes it a `grading_error`."""
+    if score["errors"]:
+        failed = score["errors"][0]
+        rollout.outcome = Outcome.GRADING_ERROR
+        rollout.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
+        return
+    rollout.reward, rollout.metrics = score["reward"], score["metrics"]
+    rollout.advantage = rollout.state.get("advantage")
 
 
 def _unplayed(request: RolloutRequest, error: BaseException) -> Rollout:
-    """Return the rollout of a request whose environment failed beside its rollouts."""
     completion: Any = "" if isinstance(request.prompt, str) else []
     row = (request.prompt, completion, request.answer, request.task, request.info)
     return Rollout(request.key, Outcome.ENVIRONMENT_ERROR, *row, failure=failure_from(error))

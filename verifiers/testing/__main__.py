@@ -8,21 +8,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
+from verifiers.server_process import exits_on_sigterm, follow_parent
 
 if TYPE_CHECKING:
     from verifiers.testing.script import Answers
 
-__all__ = ["main", "parser"]
-
-_DONE, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m verifiers.testing",
         description="A fake OpenAI endpoint on 127.0.0.1, without a model: it answers what it is told to.",
@@ -64,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("address").add_argument
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
+    # for programs that start it
+    for flag, kind in (("--port-file", Path), ("--parent-pid", int), ("--latency-s", float)):
+        add(flag, type=kind, help=argparse.SUPPRESS)
+    add("--instant", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -74,27 +76,22 @@ def _serve(args: argparse.Namespace) -> int:
     # aiohttp is slow to import, and a mistake above is told without it
     from verifiers.testing.fake_server import FakeOpenAIServer
 
+    if args.parent_pid is not None:
+        follow_parent(args.parent_pid)
     # before anything says that it is ready: who reads that may end it at once
-    before = signal.signal(signal.SIGTERM, _end)
-    try:
-        with FakeOpenAIServer(answers, port=args.port) as server:
-            what = f"{args.answer!r} to everything" if args.script is None else f"as {args.script} says"
-            print(f"fake endpoint at {server.url}: no model, it answers {what}. Ctrl-C ends it.")
-            print(f"try: vf-eval ENV -m fake -b {server.url}", flush=True)
+    with exits_on_sigterm():
+        options = {"latency_s": args.latency_s or 0.0, "instant": args.instant}
+        with FakeOpenAIServer(answers, port=args.port, **options) as server:
+            if args.port_file is None:
+                what = f"{args.answer!r} to everything" if args.script is None else f"as {args.script} says"
+                print(f"fake endpoint at {server.url}: no model, it answers {what}. Ctrl-C ends it.")
+                print(f"try: vf-eval ENV -m fake -b {server.url}", flush=True)
+            else:
+                temporary = args.port_file.with_name(f"{args.port_file.name}.{os.getpid()}")
+                temporary.write_text(f"{server.port}\n")
+                temporary.replace(args.port_file)
             while True:
                 signal.pause()
-    except _EndedError:
-        return _DONE
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _EndedError(Exception):
-    """SIGTERM came."""
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    raise _EndedError
 
 
 def _script(file: Path) -> Answers:

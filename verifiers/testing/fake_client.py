@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject, request_body
-from verifiers.testing.faults import Fault, Faults, FaultSchedule
-from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
-
-__all__ = ["FakeClient"]
+from verifiers.testing.script import Answers, Fault, Faults, RecordedRequest, Script, fault_schedule, response_body
 
 # openai's exception for each status; 500 and above is InternalServerError
 _STATUS_ERRORS = {
@@ -36,12 +33,10 @@ class FakeClient:
     waits until cancelled, or raises APITimeoutError after the call's `timeout` in seconds.
 
     Args:
-        answers: what is answered (see `testing.answers.Answers`), from a function of the request body too.
-        faults: when calls fail (see `testing.faults.Faults`); default never.
-        model: named in answers where the call names none.
+        answers: what is answered (see `testing.script.Answers`), from a function of the request body too.
+        faults: when calls fail (see `testing.script.Faults`); default never.
         token_ids: False makes it a provider that reports no token ids.
         weight_version: reported as the version of sampled tokens; may be assigned.
-        base_url, api_key: what the attributes say; nothing is sent there.
 
     Attributes:
         requests: calls in order of arrival, `extra_body` merged in.
@@ -60,7 +55,7 @@ class FakeClient:
         api_key: str = "fake-key",
     ) -> None:
         self._script = Script(answers)
-        self._schedule = FaultSchedule(faults)
+        self._fault_of = fault_schedule(faults)
         self._model = model
         self._token_ids = token_ids
         self.weight_version = weight_version
@@ -72,11 +67,11 @@ class FakeClient:
         self.in_flight = 0
         self.max_in_flight = 0
         self.closed = False
-        self.completions = _FakeCreate(self._call, "/v1/completions")
-        self.chat = _FakeChat(_FakeCreate(self._call, "/v1/chat/completions"))
+        self.completions = SimpleNamespace(create=functools.partial(self._call, "/v1/completions"))
+        chats = SimpleNamespace(create=functools.partial(self._call, "/v1/chat/completions"))
+        self.chat = SimpleNamespace(completions=chats)
 
     def with_options(self, **_: Any) -> FakeClient:
-        """Return the same client."""
         return self
 
     copy = with_options
@@ -92,7 +87,7 @@ class FakeClient:
     ) -> None:
         await self.close()
 
-    async def _call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call(self, path: str, **arguments: Any) -> Any:
         body = request_body(arguments)
         if body.get("stream"):
             raise ConfigError("the fake client does not stream; leave stream out.")
@@ -107,7 +102,7 @@ class FakeClient:
             self.in_flight -= 1
 
     async def _answer(self, body: dict[str, Any], number: int, timeout_s: Any) -> Any:
-        fault = self._schedule.fault(number)
+        fault = self._fault_of(number)
         answers = fault if fault is not None else await self._script.answers(body)
         if isinstance(answers, Fault):
             return await _fail(answers, self.base_url, timeout_s)
@@ -121,20 +116,6 @@ class FakeClient:
                 token_ids=self._token_ids,
             )
         )
-
-
-class _FakeCreate:
-    def __init__(self, call: Callable[[str, Mapping[str, Any]], Any], path: str) -> None:
-        self._call = call
-        self._path = path
-
-    async def create(self, **arguments: Any) -> Any:
-        return await self._call(self._path, arguments)
-
-
-class _FakeChat:
-    def __init__(self, completions: _FakeCreate) -> None:
-        self.completions = completions
 
 
 async def _fail(fault: Fault, base_url: str, timeout_s: Any) -> Any:

@@ -14,20 +14,26 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verifiers.inference.wire import WireObject, request_body
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rubrics.judge import LazyOpenAI
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
-from verifiers.testing.fake_tools import fake_value, wanted_tool
-
-__all__ = ["FAKE_MODEL", "FAKE_URL", "FakeEndpoint", "answer_as_judge", "play_judges"]
 
 FAKE_MODEL = "fake"
 FAKE_URL = "fake:"
 _JUNK = "This is an answer of the built-in fake endpoint, and it is meant to be wrong."
+_DEEPEST = 8
+_FORMATS = {
+    "date": "2026-01-02",
+    "date-time": "2026-01-02T03:04:05Z",
+    "email": "fake@example.org",
+    "time": "03:04:05Z",
+    "uri": "https://example.org/",
+    "uuid": "00000000-0000-4000-8000-000000000000",
+}
 
 
 class FakeEndpoint:
@@ -61,7 +67,6 @@ class FakeEndpoint:
                 self._lengths.add(len(prompt))
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a chat or a completion."""
         # a module for tests, which nothing else of the package needs
         from verifiers.testing.script import response_body
 
@@ -77,13 +82,10 @@ class FakeEndpoint:
         key = self._known(asked)
         number = self._asked[key]
         self._asked[key] += 1
-
-        def coin(what: str) -> float:
-            return _coin(self._seed, key, f"{number} {what}")
-
+        rng = random.Random(_coin(self._seed, key, f"{number} tools"))
         called = sum(message.get("role") == "tool" for message in body.get("messages") or ())
-        if (tool := wanted_tool(body, called, coin)) is not None:
-            arguments = fake_value(tool.get("parameters") or {"type": "object"}, coin)
+        if (tool := _wanted_tool(body, called, rng)) is not None:
+            arguments = fake_value(tool.get("parameters") or {"type": "object"}, rng)
             return {"tool_calls": [{"id": f"call_{called}", "name": tool["name"], "arguments": arguments}]}
         answer, task = self._answers.get(key, ("", ""))
         # prompts differ in how hard they are, as real ones do
@@ -93,7 +95,6 @@ class FakeEndpoint:
         return _readable(answer, self._parser_of(task))
 
     def _known(self, asked: Any) -> bytes:
-        """Return the key of the prompt that a conversation began with."""
         if isinstance(asked, list):
             for length in sorted(self._lengths, reverse=True):
                 key = _key(asked[:length])
@@ -137,7 +138,6 @@ def answer_as_judge(body: Mapping[str, Any], seed: int = 0) -> str:
 
 
 def _rubrics_of(env: Any) -> Iterator[Any]:
-    """Yield the rubrics of an environment, and those inside of groups."""
     waiting = [env]
     while waiting:
         one = waiting.pop()
@@ -187,3 +187,94 @@ def _key(prompt: Any) -> bytes:
 def _coin(seed: int, key: bytes, what: str) -> float:
     digest = hashlib.blake2b(f"{seed}:{what}".encode(), key=key, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+# -- calls of tools, made up from their schemas alone ----------------------------------------------------------------
+
+
+def _wanted_tool(body: Mapping[str, Any], called: int, rng: random.Random) -> Mapping[str, Any] | None:
+    """Return the function that an answer to a request calls; None for an answer in words.
+
+    The first answer calls a tool, and later ones, after so many `called`, do now and then. `tool_choice` is honoured.
+    """
+    functions = [tool["function"] for tool in body.get("tools") or () if isinstance(tool.get("function"), Mapping)]
+    choice = body.get("tool_choice")
+    if not functions or choice == "none":
+        return None
+    if isinstance(choice, Mapping):
+        named = choice.get("function", choice).get("name")
+        return next((function for function in functions if function["name"] == named), None)
+    if choice != "required" and called and rng.random() < 0.5 + 0.1 * called:
+        return None
+    return rng.choice(functions)
+
+
+def fake_value(schema: Any, rng: random.Random, root: Any = None, depth: int = 0) -> Any:
+    """Return a value that a JSON schema accepts; of optional properties, none that are nested deeply.
+
+    `pattern` and the combination of `allOf` are not looked at; `$ref` is looked up in `root`, by default the schema.
+    """
+    if not isinstance(schema, Mapping):
+        return "fake"
+    root = schema if root is None else root
+    if "$ref" in schema:
+        return fake_value(_referred(root, schema["$ref"]), rng, root, depth + 1)
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    if schema.get("enum"):
+        return rng.choice(schema["enum"])
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            # the last ones are the simplest as a rule: anyOf [thing, null]
+            one = schema[key][-1] if depth > _DEEPEST else schema[key][0]
+            return fake_value({**{k: v for k, v in schema.items() if k != key}, **one}, rng, root, depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if isinstance(kind, Sequence) and not isinstance(kind, str):
+        kind = kind[0]
+    if kind == "object":
+        properties = schema.get("properties") or {}
+        needed = schema.get("required") or ()
+        wanted = [name for name in properties if name in needed or depth < 2]
+        return {name: fake_value(properties[name], rng, root, depth + 1) for name in wanted}
+    if kind == "array":
+        items = schema.get("items", {})
+        size = max(schema.get("minItems", 0), min(1, schema.get("maxItems", 1)) if depth < _DEEPEST else 0)
+        return [fake_value(items, rng, root, depth + 1) for _ in range(size)]
+    if kind in ("integer", "number"):
+        return _number(schema, kind, rng)
+    if kind == "boolean":
+        return rng.random() < 0.5
+    return None if kind == "null" else _text(schema)
+
+
+def _referred(root: Any, reference: str) -> Any:
+    found = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~"), {}) if isinstance(found, Mapping) else {}
+    return found
+
+
+def _number(schema: Mapping[str, Any], kind: str, rng: random.Random) -> float:
+    step = schema.get("multipleOf", 1)
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is None and "exclusiveMinimum" in schema:
+        low = schema["exclusiveMinimum"] + (step if kind == "integer" else 1e-3)
+    if high is None and "exclusiveMaximum" in schema:
+        high = schema["exclusiveMaximum"] - (step if kind == "integer" else 1e-3)
+    if low is None:
+        low = 1 if high is None else high - 9 * step
+    if high is None:
+        high = low + 9 * step
+    if kind == "number" and "multipleOf" not in schema:
+        return low + round((high - low) * rng.random(), 2) if high - low >= 1 else low
+    first, last = -(-low // step), high // step
+    value = (first + int((last - first + 1) * rng.random())) * step
+    return int(value) if kind == "integer" else value
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    text = _FORMATS.get(schema.get("format", ""), "fake")
+    if "minLength" in schema and len(text) < schema["minLength"]:
+        text = text.ljust(schema["minLength"], "x")
+    return text[: schema.get("maxLength")]

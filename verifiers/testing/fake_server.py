@@ -2,24 +2,22 @@
 
 It speaks real HTTP on a loopback port, from a thread and event loop of its own, so that clients meet real
 connections, statuses and disconnects. It does not stream, and it ignores sampling settings and stop strings.
-
-From a shell, in a process of its own:
-
-    python -m verifiers.testing.fake_server --port-file PORT --answer "42" --instant
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import concurrent.futures
 import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,19 +25,14 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.errors import ConfigError, DeadlineError
-from verifiers.server_process import process_lives
-from verifiers.testing.faults import Fault, Faults, FaultSchedule
-from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
-
-__all__ = ["FakeOpenAIServer", "error_reply", "fault_reply", "main", "read_object", "recorded"]
+from verifiers.testing.script import Answers, Fault, Faults, RecordedRequest, Script, fault_schedule, response_body
 
 
-def error_reply(status: int, message: str) -> web.Response:
-    """Return an error in OpenAI's format."""
+def _error_reply(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "fake_server", "code": status}}, status=status)
 
 
-async def fault_reply(fault: Fault, request: web.Request, stopping: asyncio.Event) -> web.StreamResponse:
+async def _fault_reply(fault: Fault, request: web.Request, stopping: asyncio.Event) -> web.StreamResponse:
     """Answer `request` by `fault`; a hang lasts until `stopping` is set."""
     if fault.kind == "hang":
         await stopping.wait()
@@ -48,7 +41,7 @@ async def fault_reply(fault: Fault, request: web.Request, stopping: asyncio.Even
     return web.Response(status=fault.status, text=fault.text, headers=fault.headers, content_type="application/json")
 
 
-async def read_object(request: web.Request) -> dict[str, Any]:
+async def _read_object(request: web.Request) -> dict[str, Any]:
     """Return the JSON object in the request's body, {} for an empty body; answer anything else with 400."""
     raw = await request.read()
     try:
@@ -61,8 +54,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def recorded(number: int, request: web.Request, body: dict[str, Any]) -> RecordedRequest:
-    """Return the request as tests read it."""
+def _recorded(number: int, request: web.Request, body: dict[str, Any]) -> RecordedRequest:
     headers = {name.lower(): value for name, value in request.headers.items()}
     return RecordedRequest(number, request.path, body, headers, dict(request.query))
 
@@ -97,21 +89,16 @@ class FakeOpenAIServer:
     answers or faults runs on the server's thread; what it raises is answered with 500 and kept in `errors`.
 
     Args:
-        answers: what is answered (see `testing.answers.Answers`); default "ok".
+        answers: what is answered (see `testing.script.Answers`); default "ok".
         latency_s: seconds before each answer, or a function of the request number; default 0.
-        faults: when generation requests fail (see `testing.faults.Faults`); default never.
-        model: name reported by /v1/models.
+        faults: when generation requests fail (see `testing.script.Faults`); default never.
         token_ids: False makes it a provider that reports no token ids.
-        weight_version: version at the start.
         route_faults: faults of the other routes, by path, e.g. {"/collective_rpc": Fault(500)}.
         instant: for benchmarks: one prepared answer without looking at the request. Nothing is recorded but
             `request_count`; `answers` must be a text; prompts are reported as the single token id 1.
-        port: default 0 takes a free one.
 
     Attributes:
-        requests: generation requests in order of arrival.
         weight_calls: calls of the weight and pause routes in order of arrival.
-        request_count: generation requests so far.
         in_flight, max_in_flight: generation requests being answered, now and at most.
         weight_version: set by /update_weight_version; an int where the text is one.
         paused: between /pause and /resume.
@@ -139,8 +126,8 @@ class FakeOpenAIServer:
         self._instant_text = (answers if isinstance(answers, str) else "ok") if instant else None
         self._script = Script(answers)
         self._latency_s = latency_s
-        self._schedule = FaultSchedule(faults)
-        self._route_schedules = {path: FaultSchedule(plan) for path, plan in (route_faults or {}).items()}
+        self._fault_of = fault_schedule(faults)
+        self._route_schedules = {path: fault_schedule(plan) for path, plan in (route_faults or {}).items()}
         self._route_counts: dict[str, int] = {}
         self._port = port
         self._model = model
@@ -297,13 +284,13 @@ class FakeOpenAIServer:
     async def _describe(self, request: web.Request) -> web.StreamResponse:
         fault = self._route_fault(request.path)
         if fault is not None:
-            return await fault_reply(fault, request, self._stopping)
+            return await _fault_reply(fault, request, self._stopping)
         return web.json_response(self._models() if request.path == "/v1/models" else {"status": "ok"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await read_object(request)
+        body = await _read_object(request)
         number = self.request_count
-        record = recorded(number, request, body)
+        record = _recorded(number, request, body)
         with self._changed:
             self.request_count += 1
             self.requests.append(record)
@@ -314,7 +301,7 @@ class FakeOpenAIServer:
             return await self._answer(request, body, number)
         except Exception as error:
             self.errors.append(error)
-            return error_reply(500, f"the fake server's script raised {type(error).__name__}: {error}")
+            return _error_reply(500, f"the fake server's script raised {type(error).__name__}: {error}")
         finally:
             with self._changed:
                 self.in_flight -= 1
@@ -325,16 +312,16 @@ class FakeOpenAIServer:
         if latency_s:
             await asyncio.sleep(latency_s)
         await self._running.wait()
-        fault = self._schedule.fault(number)
+        fault = self._fault_of(number)
         if fault is not None:
-            return await fault_reply(fault, request, self._stopping)
+            return await _fault_reply(fault, request, self._stopping)
         if body.get("stream"):
-            return error_reply(400, "the fake server does not stream; leave stream out")
+            return _error_reply(400, "the fake server does not stream; leave stream out")
         if ("messages" in body) != request.path.endswith("/chat/completions"):
-            return error_reply(400, "chats take messages, completions take a prompt")
+            return _error_reply(400, "chats take messages, completions take a prompt")
         answers = await self._script.answers(body)
         if isinstance(answers, Fault):
-            return await fault_reply(answers, request, self._stopping)
+            return await _fault_reply(answers, request, self._stopping)
         return web.json_response(
             response_body(
                 body,
@@ -348,14 +335,14 @@ class FakeOpenAIServer:
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
         path = request.path
-        body = await read_object(request)
+        body = await _read_object(request)
         number = self._route_counts.get(path, 0)
         fault = self._route_fault(path)
         with self._changed:
-            self.weight_calls.append(recorded(number, request, body))
+            self.weight_calls.append(_recorded(number, request, body))
             self._changed.notify_all()
         if fault is not None:
-            return await fault_reply(fault, request, self._stopping)
+            return await _fault_reply(fault, request, self._stopping)
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             (self._running.clear if self.paused else self._running.set)()
@@ -363,7 +350,7 @@ class FakeOpenAIServer:
         if path == "/update_weight_version":
             version = body.get("new_version")
             if not isinstance(version, str):
-                return error_reply(400, f"new_version must be a text, not {version!r}")
+                return _error_reply(400, f"new_version must be a text, not {version!r}")
             self.weight_version = int(version) if version.isdecimal() else version
             return web.json_response({"success": True, "new_version": version})
         if path == "/weight_info":
@@ -376,37 +363,26 @@ class FakeOpenAIServer:
         number = self._route_counts.get(path, 0)
         self._route_counts[path] = number + 1
         schedule = self._route_schedules.get(path)
-        return schedule.fault(number) if schedule is not None else None
+        return schedule(number) if schedule is not None else None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until interrupted, or until the parent process is gone."""
-    parser = argparse.ArgumentParser(prog="python -m verifiers.testing.fake_server", description=__doc__)
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
-    parser.add_argument("--port-file", type=Path, help="file that gets the port's number once it answers")
-    parser.add_argument("--answer", default="ok", help="what every request is answered (default: %(default)s)")
-    parser.add_argument("--latency-s", type=float, default=0.0, help="seconds before each answer")
-    parser.add_argument("--instant", action="store_true", help="one prepared answer, for benchmarks")
-    parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
-    options = parser.parse_args(arguments)
-    server = FakeOpenAIServer(
-        options.answer, latency_s=options.latency_s, instant=options.instant, port=options.port
-    ).start()
-    if options.port_file is not None:
-        temporary = options.port_file.with_name(f"{options.port_file.name}.{os.getpid()}")
-        temporary.write_text(f"{server.port}\n")
-        temporary.replace(options.port_file)
-    else:
-        print(server.url, flush=True)
-    try:
-        while options.parent_pid is None or process_lives(options.parent_pid):
-            time.sleep(0.3)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        server.stop()
-    return 0
+@contextlib.contextmanager
+def server_process(answer: str, *flags: str) -> Iterator[str]:
+    """Run a server in a process of its own while the block runs, for benchmarks, and return its base URL.
 
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    Raises:
+        RuntimeError: the server did not start.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        port_file = Path(scratch) / "port"
+        command = [sys.executable, "-m", "verifiers.testing", "--answer", answer, "--port", "0", *flags]
+        process = subprocess.Popen([*command, "--port-file", str(port_file), "--parent-pid", str(os.getpid())])
+        try:
+            while not port_file.exists():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended with {process.returncode} before it listened")
+                time.sleep(0.02)
+            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
+        finally:
+            process.terminate()
+            process.wait()

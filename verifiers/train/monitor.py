@@ -31,8 +31,8 @@ from verifiers.monitoring.run_log import (
     read_lines,
 )
 from verifiers.monitoring.stage_timer import RunTime, StageTimer, interval_metrics, peak_memory
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.rollouts.run import RolloutActivity
 from verifiers.train.batching.block_metrics import block_metrics, curriculum_metrics
 from verifiers.train.batching.packing import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock

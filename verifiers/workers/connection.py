@@ -1,7 +1,6 @@
-"""Messages between rank 0 and a worker: JSON objects over a socket, many of them in one frame where they come close.
+"""Messages between rank 0 and a worker: lines of JSON over a socket.
 
-A frame is four bytes of length and a JSON list. What is sent in one iteration of the event loop makes one frame, so
-that the cost of a system call is shared.
+What is sent in one iteration of the event loop is written at once, so that the cost of a system call is shared.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 import json
-import struct
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -18,14 +16,11 @@ from verifiers import errors
 from verifiers.errors import ConfigError, WorkerCallError
 from verifiers.inference.limiter import NoMoreSlotsError
 
-__all__ = ["ROW_FIELDS", "Connection", "error_from", "failure_data", "refuse_unsendable"]
-
 Message = dict[str, Any]
 
 ROW_FIELDS = ("prompt", "answer", "task", "info")
 """Fields of a row of a dataset that a worker gets."""
 
-_LENGTH = struct.Struct(">I")
 # made once: `json.dumps` makes an encoder for each call that asks for separators
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -41,8 +36,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         self._on_message, self._on_lost = on_message, on_lost
         self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
-        self._texts: list[str] = []
+        self._received: list[bytes] = []
+        self._lines: list[str] = []
         self._is_lost = False
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -58,9 +53,9 @@ class Connection(asyncio.Protocol):
             raise
         if self._transport is None or self._is_lost:
             return
-        if not self._texts:
+        if not self._lines:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._texts.append(text)
+        self._lines.append(f"{text}\n")
 
     async def close(self) -> None:
         """Send what is left and close the socket; `on_lost` is called."""
@@ -71,15 +66,13 @@ class Connection(asyncio.Protocol):
             await asyncio.sleep(0)
 
     def abort(self) -> None:
-        """Close the socket without sending what is left; `on_lost` is called."""
         if self._transport is not None:
             self._transport.abort()
 
     def _flush(self) -> None:
-        texts, self._texts = self._texts, []
-        if texts and self._transport is not None and not self._is_lost:
-            body = f"[{','.join(texts)}]".encode()
-            self._transport.write(_LENGTH.pack(len(body)) + body)
+        lines, self._lines = self._lines, []
+        if lines and self._transport is not None and not self._is_lost:
+            self._transport.write("".join(lines).encode())
 
     # -- called by the event loop ---------------------------------------------------------------------------------
 
@@ -87,18 +80,13 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        start = 0
-        while len(received) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(received, start)
-            end = start + _LENGTH.size + size
-            if len(received) < end:
-                break
-            for message in json.loads(received[start + _LENGTH.size : end]):
-                self._on_message(message)
-            start = end
-        del received[:start]
+        # a long message comes in many pieces, which are joined once
+        head, newline, rest = data.rpartition(b"\n")
+        if newline:
+            for line in (b"".join(self._received) + head).split(b"\n"):
+                self._on_message(json.loads(line))
+            self._received.clear()
+        self._received.append(rest)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._is_lost:
@@ -143,7 +131,6 @@ class _RemoteTraceback(Exception):
 
 
 def failure_data(error: BaseException) -> Message:
-    """Return an exception as a message."""
     data: Message = {"kind": type(error).__name__, "text": str(error) or repr(error)}
     if isinstance(error, errors.ProviderError):
         data |= {"status": error.status, "body": error.body}

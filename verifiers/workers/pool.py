@@ -1,4 +1,7 @@
-"""RolloutWorkers: environments of a run, played inline or by workers, behind the one method `run_rollouts`."""
+"""Rank 0's side of the workers: what each plays and holds, which one gets a rollout, and their lives.
+
+Environments of a run are played inline or by workers, behind the one method `run_rollouts`.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,29 @@ import itertools
 import logging
 import pickle
 import sys
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verifiers.concurrency import at_loop_end
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.inference.limiter import Limiter
+from verifiers.inference.wire import plain_data, without_tokens
+from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.types import RolloutScore, State
-from verifiers.workers.connection import ROW_FIELDS, refuse_unsendable
-from verifiers.workers.link import RunningWorker, WorkerLink
-
-__all__ = ["InlineWorkers", "NoRoomError", "RemoteWorkers", "RolloutWorkers", "WorkerEngine"]
+from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data, refuse_unsendable
 
 logger = logging.getLogger("verifiers.workers")
 
 Factory = Callable[[], Any]
+Message = Mapping[str, Any]
+Group = tuple[int, int]
 
 _CHECKED_ROWS = 1000
 _MOST_LOST_WORKERS = 2
@@ -37,27 +43,265 @@ _START_S = 300.0
 _CLOSE_S = 7.0
 
 
-class RolloutWorkers(Protocol):
-    """The place where the rollouts of environments are played and scored."""
+class RunningWorker(Protocol):
+    """A started process or actor."""
 
-    def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment as it is played and scored here, to be used in its place.
+    def kill(self) -> None: ...
 
-        Args:
-            env: on rank 0, which has the rows.
-            rows: a dataset; its first 1,000 rows are looked at.
+    async def wait(self) -> str:
+        """Wait for its end and return the reason, for the end of a sentence."""
+        ...
+
+
+@dataclass(slots=True)
+class _Played:
+    """A rollout that a worker plays, or holds for its score; `recorded` has answers by the number of their call."""
+
+    group: Group
+    client: RolloutClient
+    done: asyncio.Future[Message]
+    context: Context
+    recorded: dict[int, RecordedAnswer] = field(default_factory=dict)
+
+
+class WorkerLink:
+    """One worker, from its start to its end; belongs to one event loop.
+
+    Args:
+        on_change: called when it may take more, has become ready, or could not load its environment.
+
+    Attributes:
+        in_play: rollouts that it plays, or that wait for their slots to be played there.
+        groups: number of its rollouts by group, those included that it holds for their score.
+        ready: done when its environment is loaded.
+        failure: its environment could not be loaded.
+    """
+
+    def __init__(self, number: int, on_change: Callable[[WorkerLink], None]) -> None:
+        self.number = number
+        self.connection = Connection(self._take, self._lose)
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.lost: asyncio.Future[None] = loop.create_future()
+        self.running: RunningWorker | None = None
+        self.in_play = 0
+        self.groups: Counter[Group] = Counter()
+        self.failure: Exception | None = None
+        self._on_change = on_change
+        self._numbers = itertools.count()
+        self._rollouts: dict[int, _Played] = {}
+        self._scores: dict[int, asyncio.Future[list[dict[str, Any]]]] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def may_play(self) -> bool:
+        """True where its environment is loaded and its connection stands."""
+        return self.ready.done() and not self.lost.done()
+
+    @property
+    def unscored(self) -> int:
+        """Rollouts that it plays, or holds for their score."""
+        return self.groups.total()
+
+    # -- for the pool ---------------------------------------------------------------------------------------------
+
+    def take(self, group: Group) -> None:
+        self.in_play += 1
+        self.groups[group] += 1
+
+    def give_back(self, group: Group) -> None:
+        """Stop counting a rollout that is not held here."""
+        self.groups[group] -= 1
+        self.groups += Counter()
+        self._on_change(self)
+
+    async def play(self, env: int, path: Sequence[int], group: Group, state: State) -> None:
+        """Play a rollout that was taken, in its state; a worker that played it to its end holds it.
 
         Raises:
-            ConfigError: the workers cannot make this environment, or a field of a row cannot travel to them.
+            RolloutWorkerError: the worker died meanwhile.
+            Exception: what the environment raised.
         """
-        ...
+        client: RolloutClient = state["client"]
+        number = next(self._numbers)
+        done: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._rollouts[number] = _Played(group, client, done, copy_context())
+        try:
+            if self.lost.done():
+                raise RolloutWorkerError(f"worker {self.number} died before the rollout began")
+            key = (*group, 0)
+            self.connection.send(
+                {
+                    "op": "play", "rollout": number, "env": env, "path": path, "key": key, "model": state["model"],
+                    "row": {name: state[name] for name in ROW_FIELDS}, "sampling_args": state["sampling_args"],
+                    "base_url": client.base_url, "api_key": client.api_key,
+                }
+            )  # fmt: skip
+            message = await done
+            _take_status(client, message)
+            if "error" in message:
+                error = error_from(message["error"])
+                if message["is_policys"] and error.__cause__ is not None:
+                    error.__cause__.__cause__ = client.last_error
+                raise error
+        except BaseException:
+            self._rollouts.pop(number, None)
+            self._cancel("play", number)
+            raise
+        state.update(message["state"])
+        if "kept_error" in message:
+            state["error"] = error_from(message["kept_error"])
+            self._rollouts.pop(number, None)
+        else:
+            state.held = self, number
+
+    async def score(self, env: int, states: Sequence[State]) -> list[RolloutScore]:
+        """Score rollouts that this worker holds, and free them.
+
+        Raises:
+            RolloutWorkerError: the worker died before.
+            Exception: what the rubric raised.
+        """
+        number, held = next(self._numbers), [state.held[1] for state in states]
+        if not set(held) <= self._rollouts.keys():
+            raise RolloutWorkerError(f"worker {self.number} died before the rollouts were scored")
+        waiting = self._scores[number] = asyncio.get_running_loop().create_future()
+        rollouts = [(rollout, state["task"]) for rollout, state in zip(held, states, strict=True)]
+        self.connection.send({"op": "score", "score": number, "env": env, "rollouts": rollouts})
+        try:
+            results = await waiting
+        except asyncio.CancelledError:
+            self._cancel("score", number)
+            raise
+        finally:
+            del self._scores[number]
+            for state in states:
+                self._forget(state)
+        for state, result in zip(states, results, strict=True):
+            state.update(reward=result["score"]["reward"], metrics=result["score"]["metrics"])
+            if result["advantage"] is not None:
+                state["advantage"] = result["advantage"]
+        return [RolloutScore(**result["score"]) for result in results]
+
+    def drop(self, state: State) -> None:
+        """Free a rollout that the worker has played and that nobody will score."""
+        _, number = state.held
+        if self._forget(state):
+            self._cancel("play", number)
+
+    def lose(self, reason: str) -> None:
+        error = RolloutWorkerError(f"worker {self.number} {reason}")
+        for task in self._calls.values():
+            task.cancel()
+        for played in self._rollouts.values():
+            if not played.done.done():
+                played.done.set_exception(RolloutWorkerError(*error.args))
+            else:
+                self.groups[played.group] -= 1
+        self._rollouts.clear()
+        for waiting in self._scores.values():
+            if not waiting.done():
+                waiting.set_exception(RolloutWorkerError(*error.args))
+
+    def _cancel(self, kind: str, number: int) -> None:
+        # also of what has just ended there, so that the worker does not hold it
+        self.connection.send({"op": "cancel", "kind": kind, "number": number})
+
+    def _forget(self, state: State) -> bool:
+        """Forget a rollout that is held; return whether it was."""
+        (_, number), state.held = state.held, None
+        played = self._rollouts.pop(number, None)
+        if played is not None:
+            self.give_back(played.group)
+        return played is not None
+
+    # -- what the worker sends ------------------------------------------------------------------------------------
+
+    def _lose(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def _take(self, message: Message) -> None:
+        getattr(self, f"_on_{message['op']}")(message)
+
+    def _on_ready(self, _: Message) -> None:
+        self.ready.set_result(None)
+        self._on_change(self)
+
+    def _on_failed(self, message: Message) -> None:
+        self.failure = error_from(message["error"])
+        self._on_change(self)
+
+    def _on_log(self, message: Message) -> None:
+        logging.getLogger(message["name"]).log(message["level"], "worker %d: %s", self.number, message["text"])
+
+    def _on_done(self, message: Message) -> None:
+        played = self._rollouts.get(message["rollout"])
+        if played is not None and not played.done.done():
+            played.done.set_result(message)
+
+    def _on_scored(self, message: Message) -> None:
+        waiting = self._scores.get(message["score"])
+        if waiting is None or waiting.done():
+            return
+        if "error" in message:
+            waiting.set_exception(error_from(message["error"]))
+        else:
+            waiting.set_result(message["scores"])
+
+    def _on_call(self, message: Message) -> None:
+        number, played = message["call"], self._rollouts.get(message["rollout"])
+        if played is not None and not played.done.done():
+            task = self._calls[number] = asyncio.create_task(self._call(played, message), context=played.context)
+            task.add_done_callback(lambda _: self._calls.pop(number, None))
+        else:
+            over = ConfigError("the rollout is over, and its client was called.")
+            self.connection.send({"op": "answer", "call": number, "error": failure_data(over)})
+
+    async def _call(self, played: _Played, message: Message) -> None:
+        client = played.client if message["trained"] else played.client.untrained
+        try:
+            response, recorded = await client.call(message["path"], message["arguments"])
+            if recorded is not None:
+                played.recorded[message["call"]] = recorded
+            told = {"response": without_tokens(plain_data(response), message["arguments"])}
+        except Exception as error:
+            told = {"error": failure_data(error)}
+        self.connection.send({"op": "answer", "call": message["call"], **told})
+
+    def _on_abandon(self, message: Message) -> None:
+        task = self._calls.get(message["call"])
+        if task is None or not task.cancel():
+            # the answer was sent, and nobody reads it
+            self._on_forget_answer(message)
+
+    def _on_forget_answer(self, message: Message) -> None:
+        played = self._rollouts.get(message["rollout"])
+        recorded = played.recorded.pop(message["call"], None) if played is not None else None
+        if played is not None and recorded is not None:
+            played.client.forget(recorded)
+
+
+def _take_status(client: RolloutClient, message: Message) -> None:
+    """Take over what the environment has judged of the policy's answers and failures."""
+    client.is_cut_off, client.overlong = message["is_cut_off"], message["overlong"]
+    if not message["is_fatal"]:
+        # an error that one agent caused by what it asked for
+        client.fatal_error = None
+    if "last_error" not in message:
+        # failed calls that the environment has made good
+        client.last_error = None
+    elif client.last_error is None:
+        client.last_error = error_from(message["last_error"])
+
+
+# -- environments in workers ----------------------------------------------------------------------------------------
 
 
 class InlineWorkers:
     """The event loop beside the trainer: each environment plays its own rollouts."""
 
     def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment itself."""
         return env
 
 
@@ -85,9 +329,7 @@ class WorkerEngine(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Give back what the workers have shared."""
-        ...
+    async def close(self) -> None: ...
 
 
 class RemoteWorkers:
@@ -97,10 +339,7 @@ class RemoteWorkers:
         make_engine: makes the engine, once for each event loop.
         factories: an environment on rank 0, which has the rows, and a function without arguments that makes the
             same one in a worker; picklable. A worker makes all of them at its start.
-        multiplex: rollouts in flight in one worker.
-        recycle_bytes: growth of a worker after which it is replaced.
         blocked_s: seconds for which one piece of code may keep a worker's event loop from all others.
-        grace_s: seconds after which a worker that does not end a rollout at its deadline is killed.
 
     Raises:
         ConfigError: a factory that cannot be pickled.
@@ -112,20 +351,25 @@ class RemoteWorkers:
         factories: Sequence[tuple[Any, Factory]],
         *,
         multiplex: int = 64,
-        recycle_bytes: int = 1 << 30,
         blocked_s: float = 120.0,
-        grace_s: float = 10.0,
     ) -> None:
         self._make_engine = make_engine
         self._envs = [env for env, _ in factories]
         self._factories = [_pickled(env, factory) for env, factory in factories]
-        self.blocked_s = blocked_s
-        self.multiplex, self.recycle_bytes, self.grace_s = multiplex, recycle_bytes, grace_s
+        self.multiplex, self.blocked_s = multiplex, blocked_s
         self._pool: _Pool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment as the workers play it; see `RolloutWorkers`."""
+        """Return the environment as it is played and scored by the workers, to be used in its place.
+
+        Args:
+            env: on rank 0, which has the rows.
+            rows: a dataset; its first 1,000 rows are looked at.
+
+        Raises:
+            ConfigError: the workers cannot make this environment, or a field of a row cannot travel to them.
+        """
         reason = getattr(env, "not_in_workers", "")
         if reason:
             raise ConfigError(f'workers cannot play {type(env).__name__}: {reason}; give it engine = "inline".')
@@ -139,7 +383,6 @@ class RemoteWorkers:
         )
 
     def load_message(self) -> dict[str, Any]:
-        """Return the first message to a worker."""
         levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("root", "verifiers")}
         return {
             "op": "load", "factories": self._factories, "levels": levels,
@@ -202,11 +445,7 @@ class _Players:
 
     @asynccontextmanager
     async def player(self, env: Any, request: RolloutRequest, limiter: Limiter) -> AsyncIterator[_Player]:
-        """Give a player for a rollout of this environment, or of one in its group, once a worker has room.
-
-        Raises:
-            RolloutWorkerError: too many workers died under the rollout.
-        """
+        """Give a player for a rollout of this environment, or of one in its group, once a worker has room."""
         if request.lost_workers >= _MOST_LOST_WORKERS:
             raise RolloutWorkerError(f"{_MOST_LOST_WORKERS} workers died under this rollout; it is not played again")
         path = _path_to(self._env, env)
@@ -227,11 +466,7 @@ class _Players:
                 self._states.append(player.state)
 
     def drop(self, kept: Container[int] = ()) -> None:
-        """Free the rollouts that nobody will score.
-
-        Args:
-            kept: ids of the states of those that will be scored.
-        """
+        """Free the rollouts that nobody will score: all but those with these ids of their states."""
         for state in self._states:
             if state.held is not None and id(state) not in kept:
                 state.held[0].drop(state)
@@ -239,16 +474,12 @@ class _Players:
 
 @dataclass(slots=True)
 class _Player:
-    """The player of one rollout.
-
-    Attributes:
-        state: once the worker holds the rollout.
-    """
+    """The player of one rollout; it has a state once the worker holds the rollout."""
 
     link: WorkerLink
     env: int
     path: Sequence[int]
-    group: tuple[int, int]
+    group: Group
     state: State | None = None
 
     async def play(self, state: State) -> None:
@@ -284,12 +515,6 @@ class _RemoteRubric:
         return module.partition(".")[0] != "verifiers" or bool(self._rubric.has_group_funcs)
 
     async def score_group(self, states: Sequence[State]) -> list[RolloutScore]:
-        """Score the rollouts of one group.
-
-        Raises:
-            RolloutWorkerError: a worker that held some of them has died.
-            Exception: what the rubric raised.
-        """
         if len({state.held and state.held[0] for state in states}) > 1:
             # those that were played again are in another worker
             for state in states:
@@ -301,8 +526,6 @@ class _RemoteRubric:
 
 
 class _Pool:
-    """The workers of one event loop."""
-
     def __init__(self, workers: RemoteWorkers, engine: WorkerEngine) -> None:
         self._workers, self._engine = workers, engine
         self._links: list[WorkerLink] = []
@@ -314,7 +537,7 @@ class _Pool:
         self._close = at_loop_end(self._end)
         self._own(self._open())
 
-    async def take(self, group: tuple[int, int]) -> WorkerLink:
+    async def take(self, group: Group) -> WorkerLink:
         """Return the worker that holds rollouts of a group, else the one with the fewest, once it has room."""
         while True:
             if self._failure is not None:
@@ -322,12 +545,9 @@ class _Pool:
             holder = next((link for link in self._links if group in link.groups), None)
             if holder is not None and holder.may_play:
                 return holder
-            # a group is scored in one worker: while that is still cancelling something, wait for it
+            # a group is scored in one worker: where its connection is lost, wait for its end
             if holder is None:
-                most = self._workers.multiplex
-                free = [
-                    link for link in self._links if link.may_play and not link.is_retiring and link.in_play < most
-                ]
+                free = [link for link in self._links if link.may_play and link.in_play < self._workers.multiplex]
                 if free:
                     return min(free, key=lambda link: (link.unscored, link.number))
             change = asyncio.get_running_loop().create_future()
@@ -352,18 +572,19 @@ class _Pool:
 
     async def _live(self, number: int) -> None:
         """Start a worker and see to its end; start the next one where it was not to end."""
-        link = WorkerLink(number, self._workers.grace_s, self._note_change)
+        link = WorkerLink(number, self._note_change)
         self._links.append(link)
         reason, no_room = "could not be started", False
         try:
             running = link.running = await self._engine.start(link)
             try:
                 link.connection.send(self._workers.load_message())
-                link.expect("ready", _START_S)
-                await link.lost
+                await asyncio.wait((link.ready, link.lost), timeout=_START_S, return_when="FIRST_COMPLETED")
+                if link.ready.done():
+                    await link.lost
             finally:
                 link.connection.send({"op": "close"})
-                if not link.is_ready:
+                if not link.ready.done():
                     # it imports, and reads nothing meanwhile
                     running.kill()
                 reason = await _reap(running)
@@ -371,22 +592,18 @@ class _Pool:
         except Exception as error:
             reason, no_room = f"could not be started: {error}", isinstance(error, NoRoomError)
         finally:
-            was_ready = link.is_ready
             self._links.remove(link)
-            has_lost = link.lose(reason)
+            link.lose(reason)
             self._wake()
         if self._is_closing or self._failure is not None:
             return
-        if link.is_retiring and not has_lost:
-            logger.info("worker %d had grown to %d MiB and was replaced.", number, link.size_bytes >> 20)
-        else:
-            logger.warning("worker %d %s.", number, reason)
-        if no_room and not any(link.is_ready for link in self._links):
+        logger.warning("worker %d %s.", number, reason)
+        if no_room and not any(link.ready.done() for link in self._links):
             self._fail(ConfigError(f"rollout worker {number} {reason}."))
             return
         if not no_room:
             # one without room waits on while others play
-            self._failed_starts = 0 if was_ready else self._failed_starts + 1
+            self._failed_starts = 0 if link.ready.done() else self._failed_starts + 1
         if self._failed_starts < _MOST_FAILED_STARTS:
             self._own(self._live(number))
             return
@@ -396,10 +613,6 @@ class _Pool:
     def _note_change(self, link: WorkerLink) -> None:
         if link.failure is not None:
             self._fail(ConfigError(f"a rollout worker could not load its environment: {link.failure}"))
-        if link.size_bytes - link.first_bytes > self._workers.recycle_bytes:
-            link.is_retiring = True
-        if link.is_retiring and not link.unscored:
-            link.connection.send({"op": "close"})
         self._wake()
 
     def _wake(self) -> None:

@@ -20,11 +20,9 @@ from collections import deque
 from collections.abc import Callable
 
 from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S
-from verifiers.workers.link import WorkerLink
+from verifiers.workers.pool import WorkerLink
 from verifiers.workers.worker import RolloutWorker
 from verifiers.workers.worker_setup import KEPT_LINES, last_words, set_up_process
-
-__all__ = ["ProcessEngine", "main"]
 
 logger = logging.getLogger("verifiers.workers")
 
@@ -33,21 +31,13 @@ _POLL_S = 0.02
 
 
 class ProcessEngine:
-    """An engine that starts workers as processes.
-
-    Args:
-        count: of workers.
-    """
-
     def __init__(self, count: int) -> None:
         self._count = count
 
     async def open(self) -> int:
-        """Return the number of workers."""
         return self._count
 
     async def start(self, link: WorkerLink) -> _Process:
-        """Start a process and connect it to its link."""
         path = [each for each in sys.path if isinstance(each, str)]
         ours, theirs = socket.socketpair()
         ours.setblocking(False)

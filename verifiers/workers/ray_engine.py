@@ -1,14 +1,12 @@
 """Workers as actors of a Ray cluster.
 
-Ray places, supervises and restarts the process of a worker. What the worker plays travels over a connection that it
-opens to rank 0, as a process does over its socket. A second connection is its standard output, so that the last lines
-of a worker that dies arrive, too.
+Ray places, supervises and restarts the process of a worker, and shows what it prints. What the worker plays travels
+over a connection that it opens to rank 0, as a process does over its socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -17,18 +15,14 @@ import secrets
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import verifiers
 from verifiers.errors import ConfigError
-from verifiers.workers.link import WorkerLink
-from verifiers.workers.pool import NoRoomError
+from verifiers.workers.pool import NoRoomError, WorkerLink
 from verifiers.workers.worker import RolloutWorker
-from verifiers.workers.worker_setup import KEPT_LINES, last_words, set_up_process
-
-__all__ = ["RayEngine", "RolloutActor"]
+from verifiers.workers.worker_setup import set_up_process
 
 logger = logging.getLogger("verifiers.workers")
 
@@ -37,7 +31,6 @@ _CONNECT_S = 60.0
 _GREETING_S = 10.0
 _REACH_S = 10.0
 _POLL_S = 0.2
-_OUTPUT_S = 1.0
 
 
 class RayEngine:
@@ -47,9 +40,7 @@ class RayEngine:
         count: of workers; as many as the cluster has room for where None.
         address: of the cluster, as `ray.init` takes it. Where this process has joined a cluster already, that one is
             used, and left as it is.
-        cpus: of one worker.
         resources: of one worker, as Ray names them; "GPU" and "memory" are Ray's own.
-        multiplex: rollouts in flight in one worker.
         joins_s: seconds that nodes may take to join, until the cluster is large enough.
         pending_s: seconds within which a cluster that is large enough must have room for a worker.
 
@@ -144,7 +135,7 @@ class RayEngine:
                 raise ConfigError(
                     f"the Ray node {place['node']} has {theirs} and rank 0 has {ours}; install the same on each node"
                 )
-            keys = {kind: secrets.token_hex(32) for kind in ("link", "output")}
+            key = secrets.token_hex(32)
             arrived = asyncio.get_running_loop().create_future()
 
             def connect(transport: asyncio.Transport) -> asyncio.Protocol:
@@ -152,25 +143,22 @@ class RayEngine:
                 arrived.set_result(None)
                 return link.connection
 
-            self._expected |= {keys["link"]: connect, keys["output"]: worker.output.begin}
-            worker.watch(actor.serve.remote(*self.listens_at, keys))
+            self._expected[key] = connect
+            worker.watch(actor.serve.remote(*self.listens_at, key))
             try:
                 await asyncio.wait({arrived, worker.ended}, timeout=_CONNECT_S, return_when="FIRST_COMPLETED")
             finally:
-                for key in keys.values():
-                    self._expected.pop(key, None)
+                self._expected.pop(key, None)
             if worker.ended.done() and not arrived.done():
                 raise RuntimeError(await worker.wait())
             if not arrived.done():
                 raise TimeoutError(f"no connection from the Ray node {place['node']} within {_CONNECT_S:g} s")
         except BaseException:
             self._end_actor(number)
-            worker.output.close()
             raise
         return worker
 
     async def _placed(self, actor: Any) -> dict[str, str]:
-        """Wait until an actor runs and return its node and versions."""
         from ray.exceptions import ActorUnavailableError
 
         try:
@@ -196,7 +184,6 @@ class RayEngine:
             ray.kill(actor)
 
     async def close(self) -> None:
-        """End the actors and leave the cluster."""
         for number in list(self._actors):
             self._end_actor(number)
         if self._server is not None:
@@ -215,7 +202,7 @@ def _join(address: str) -> bool:
         return False
     try:
         _check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
@@ -240,23 +227,15 @@ def _versions() -> str:
 
 
 class _RayWorker:
-    """A worker that an actor serves.
-
-    Attributes:
-        output: takes its standard output.
-        ended: done when it has ended.
-        node: its address.
-    """
+    """A worker that an actor serves on a node; `ended` is done when it has ended."""
 
     def __init__(self, link: WorkerLink, end_actor: Callable[[], None]) -> None:
         self._link, self._end_actor = link, end_actor
-        self.output = _Output(link.number)
         self.ended: asyncio.Future[Any]
         self.node = ""
         self._is_killed = False
 
     def watch(self, call: Any) -> None:
-        """Watch for the end of the call that serves, an ObjectRef."""
         # no task, which the end of the event loop would cancel before the worker has ended
         self.ended = asyncio.wrap_future(call.future())
         self.ended.add_done_callback(self._note_end)
@@ -274,23 +253,12 @@ class _RayWorker:
 
     async def wait(self) -> str:
         await asyncio.wait({self.ended})
-        await self.output.wait()
-        self.output.close()
         error = self.ended.exception()
         if error is None:
             self._end_actor()
-            how = "ended"
-        elif self._is_killed:
-            how = "was killed"
-        else:
-            how = f"died on the Ray node {self.node} ({_sentence_of(error)})"
-        last = last_words([*self.output.last])
-        return f"{how}; its last output: {last}" if error is not None and last else how
-
-
-def _sentence_of(error: BaseException) -> str:
-    """Return an error of Ray in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return "ended"
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return "was killed" if self._is_killed else f"died on the Ray node {self.node} ({text})"
 
 
 # -- connections --------------------------------------------------------------------------------------------------
@@ -302,7 +270,7 @@ _Expected = dict[str, Callable[[asyncio.Transport], asyncio.Protocol]]
 class _Arrival(asyncio.Protocol):
     """A connection whose first line has to be a secret that an actor was given, good for one connection.
 
-    An untrusted client's is closed as soon as it sends something else, or nothing for a while.
+    Any other is closed as soon as it sends something else, or nothing for a while.
     """
 
     def __init__(self, expected: _Expected) -> None:
@@ -334,71 +302,24 @@ class _Arrival(asyncio.Protocol):
             protocol.data_received(rest)
 
 
-class _Output(asyncio.Protocol):
-    """The standard output of a worker, as lines of the run's log.
-
-    Attributes:
-        last: its last lines.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.last: deque[str] = deque(maxlen=KEPT_LINES)
-        self._number = number
-        self._rest = b""
-        self._transport: asyncio.Transport | None = None
-        self._has_ended = asyncio.Event()
-
-    def begin(self, transport: asyncio.Transport) -> _Output:
-        """Take lines from a connection."""
-        self._transport = transport
-        return self
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            text = line.decode(errors="replace").rstrip()
-            self.last.append(text)
-            logger.info("worker %d: %s", self._number, text)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._has_ended.set()
-
-    async def wait(self) -> None:
-        """Wait for its end; a process of the worker's own that lives on may hold it open."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_OUTPUT_S):
-                await self._has_ended.wait()
-
-    def close(self) -> None:
-        """Take no more lines."""
-        if self._transport is not None:
-            self._transport.abort()
-
-
 # -- in the actor -------------------------------------------------------------------------------------------------
 
 
 class RolloutActor:
-    """The process of a worker, on a node of the cluster."""
-
     async def describe(self) -> dict[str, str]:
         import ray.util
 
         return {"node": ray.util.get_node_ip_address(), "versions": _versions()}
 
-    async def serve(self, host: str, port: int, keys: Mapping[str, str]) -> None:
+    async def serve(self, host: str, port: int, key: str) -> None:
         """Run a worker: serve rank 0 until a `close` message, or until the connection is lost."""
-        output = socket.create_connection((host, port), _CONNECT_S)
-        output.settimeout(None)
-        output.sendall(f"{keys['output']}\n".encode())
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            getattr(sys, name).flush()
-            os.dup2(output.fileno(), number)
-            setattr(sys, name, open(number, "w", buffering=1, errors="replace", closefd=False))  # noqa: ASYNC230, SIM115
+        # Ray shows both on rank 0, whose standard output may be a result for machines
+        sys.stdout.flush()
+        os.dup2(2, 1)
         worker = RolloutWorker(functools.partial(set_up_process, keeps_path=True))
         loop = asyncio.get_running_loop()
         connected = socket.create_connection((host, port), _CONNECT_S)
-        connected.sendall(f"{keys['link']}\n".encode())
+        connected.sendall(f"{key}\n".encode())
         connected.setblocking(False)
         await loop.create_connection(lambda: worker.connection, sock=connected)
         await worker.serve()

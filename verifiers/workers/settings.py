@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -14,10 +15,7 @@ from verifiers.errors import ConfigError
 from verifiers.installation import install_hint
 
 if TYPE_CHECKING:
-    from verifiers.workers.pool import RolloutWorkers, WorkerEngine
-
-__all__ = ["WorkerSettings"]
-
+    from verifiers.workers.pool import InlineWorkers, RemoteWorkers, WorkerEngine
 
 _OF_RAY = "{name} is for engine = 'ray', and engine is '{engine}'; leave {name} out or change engine"
 _NO_CLIENT = (
@@ -49,9 +47,6 @@ class WorkerSettings(BaseModel):
         default=0.0, ge=0, description="Seconds that nodes may take to join Ray, until it has room for the workers."
     )
     multiplex: int = Field(default=64, ge=1, description="Rollouts in flight in one worker.")
-    recycle_mb: int = Field(
-        default=1024, ge=1, description="A worker that has grown by so many MiB is replaced between two groups."
-    )
 
     @model_validator(mode="after")
     def _fits_engine(self) -> WorkerSettings:
@@ -79,7 +74,9 @@ class WorkerSettings(BaseModel):
             raise ConfigError(f"--workers is {text!r}; the number of workers is 1 or more, as in 'processes:8'.")
         return cls(engine=engine, count=int(count) if colon else None)  # type: ignore[arg-type]
 
-    def open(self, factories: Sequence[tuple[Any, Callable[[], Any]]], *, blocked_s: float) -> RolloutWorkers:
+    def open(
+        self, factories: Sequence[tuple[Any, Callable[[], Any]]], *, blocked_s: float
+    ) -> InlineWorkers | RemoteWorkers:
         """Return the workers of a run; they start when the first rollout is asked of them.
 
         Args:
@@ -93,31 +90,26 @@ class WorkerSettings(BaseModel):
 
         if self.engine == "inline":
             return InlineWorkers()
-        return RemoteWorkers(
-            self._engine_maker(),
-            factories,
-            multiplex=self.multiplex,
-            recycle_bytes=self.recycle_mb << 20,
-            blocked_s=blocked_s,
-        )
-
-    def _engine_maker(self) -> Callable[[], WorkerEngine]:
+        make_engine: Callable[[], WorkerEngine]
         if self.engine == "processes":
             from verifiers.workers.processes import ProcessEngine
 
-            return lambda: ProcessEngine(self.workers)
-        if importlib.util.find_spec("ray") is None:
+            make_engine = functools.partial(ProcessEngine, self.workers)
+        elif importlib.util.find_spec("ray") is None:
             raise ConfigError(f"workers of engine 'ray' need Ray; {install_hint('ray')}.")
-        from verifiers.workers.ray_engine import RayEngine
+        else:
+            from verifiers.workers.ray_engine import RayEngine
 
-        return lambda: RayEngine(
-            self.count,
-            address=self.address,
-            cpus=self.cpus,
-            resources=self.resources,
-            joins_s=self.start_timeout,
-            multiplex=self.multiplex,
-        )
+            make_engine = functools.partial(
+                RayEngine,
+                self.count,
+                address=self.address,
+                cpus=self.cpus,
+                resources=self.resources,
+                joins_s=self.start_timeout,
+                multiplex=self.multiplex,
+            )
+        return RemoteWorkers(make_engine, factories, multiplex=self.multiplex, blocked_s=blocked_s)
 
     @property
     def workers(self) -> int:

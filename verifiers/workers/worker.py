@@ -9,24 +9,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import os
+import itertools
 import pickle
-import resource
-import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import EnvironmentLoadError
-from verifiers.rollouts.play import begin_state, blames_policy
+from verifiers.inference.endpoint import CHAT, COMPLETIONS
+from verifiers.inference.retry import RetryPolicy
+from verifiers.inference.wire import WireObject, given_arguments, request_body
+from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.run import relaxed_gc
+from verifiers.rollouts.run import begin_state, blames_policy, relaxed_gc
 from verifiers.types import RolloutKey, State
-from verifiers.workers.client import ModelCalls, WorkerClient
-from verifiers.workers.connection import ROW_FIELDS, Connection, failure_data
-
-__all__ = ["STAYS_IN_WORKER", "RolloutWorker", "resident_bytes"]
+from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data
 
 Message = Mapping[str, Any]
 
@@ -38,8 +35,101 @@ STAYS_IN_WORKER = frozenset(
 )  # fmt: skip
 """Entries of a state that rank 0 gets otherwise or has no use for; everything else travels."""
 
-_SIZE_EVERY_S = 2.0
 _MOST_NESTED = 50
+_ONE_TRY = RetryPolicy(max_attempts=1)
+
+
+class ModelCalls:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    async def call(self, rollout: int, path: str, arguments: Mapping[str, Any], *, trained: bool) -> tuple[int, Any]:
+        """Return the number and the answer of a call, or raise what it raised on rank 0.
+
+        A call is `trained` where it is of the policy, and part of the rollout.
+        """
+        number = next(self._numbers)
+        plain = given_arguments(arguments)
+        if type(plain.get("timeout")).__name__ == "Timeout":
+            # the SDK's, of which a backend reads this
+            plain["timeout"] = plain["timeout"].read
+        if plain.get("messages") is not None:
+            plain["messages"] = request_body(plain)["messages"]
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            asked = {"call": number, "rollout": rollout, "path": path, "arguments": plain, "trained": trained}
+            self._connection.send({"op": "call", **asked})
+            return number, await answer
+        except asyncio.CancelledError:
+            self._connection.send({"op": "abandon", "call": number, "rollout": rollout})
+            raise
+        finally:
+            del self._waiting[number]
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        waiting = self._waiting.get(message["call"])
+        if waiting is None or waiting.done():
+            return
+        if "error" in message:
+            waiting.set_exception(error_from(message["error"]))
+        else:
+            waiting.set_result(message["response"])
+
+    def forget(self, rollout: int, number: int) -> None:
+        self._connection.send({"op": "forget_answer", "rollout": rollout, "call": number})
+
+
+class _Answer(WireObject):
+    __slots__ = ("number",)
+
+    number: int
+
+
+class _PolicyBackend:
+    """A backend that sends the trained calls of one rollout; retries, limits and seeds are rank 0's."""
+
+    def __init__(self, calls: ModelCalls, rollout: int, base_url: str, api_key: str) -> None:
+        self._calls, self._rollout = calls, rollout
+        self.base_url, self.api_key = base_url, api_key
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        number, response = await self._calls.call(self._rollout, path, arguments, trained=True)
+        answer = _Answer(response)
+        answer.number = number
+        return answer
+
+    async def close(self) -> None:
+        """Do nothing: no connection is open."""
+
+
+class WorkerClient(RolloutClient):
+    """The client of one rollout in a worker: it looks like any rollout's client, and asks rank 0."""
+
+    def __init__(self, calls: ModelCalls, rollout: int, model: str, base_url: str = "", api_key: str = "") -> None:
+        super().__init__(_PolicyBackend(calls, rollout, base_url, api_key), retry=_ONE_TRY, model=model)
+        self._calls, self._rollout = calls, rollout
+        self._numbers: dict[RecordedAnswer, int] = {}
+
+    @property
+    def untrained(self) -> RolloutClient:
+        other = WorkerClient(self._calls, self._rollout, self._model or "", self.base_url, self.api_key)
+        other.is_recording = False
+        return other
+
+    async def call(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
+        if not self.is_recording or arguments.get("model") != self._model:
+            _, response = await self._calls.call(self._rollout, path, arguments, trained=False)
+            return (WireObject(response) if path in (CHAT, COMPLETIONS) else response), None
+        answer, recorded = await super().call(path, arguments)
+        if recorded is not None:
+            self._numbers[recorded] = answer.number
+        return answer, recorded
+
+    def forget(self, answer: RecordedAnswer) -> None:
+        super().forget(answer)
+        self._calls.forget(self._rollout, self._numbers.pop(answer))
 
 
 class RolloutWorker:
@@ -49,7 +139,6 @@ class RolloutWorker:
         prepare: sets up the process, given the first message and before anything of the environment is imported.
 
     Attributes:
-        connection: to rank 0.
         ended: set when the worker is told to end, or rank 0 is gone.
         guards: closed at the end.
     """
@@ -62,7 +151,6 @@ class RolloutWorker:
         self._envs: dict[int, Any] = {}
         self._held: dict[int, State] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._size_at = 0.0
         self.guards = contextlib.ExitStack()
         self._prepare = prepare
 
@@ -84,7 +172,6 @@ class RolloutWorker:
         await self.connection.close()
 
     def environment(self, index: int) -> Any:
-        """Return the environment of a factory, made once."""
         env = self._envs.get(index)
         if env is None:
             env = self._envs[index] = self._factories[index]()
@@ -113,7 +200,7 @@ class RolloutWorker:
             failed = EnvironmentLoadError(f"{type(error).__name__}: {error}")
             self.connection.send({"op": "failed", "error": failure_data(failed.with_traceback(error.__traceback__))})
             return
-        self.connection.send({"op": "ready", "bytes": resident_bytes()})
+        self.connection.send({"op": "ready"})
 
     def _on_play(self, message: Message) -> None:
         self.start_task("play", message["rollout"], self._play(message))
@@ -121,11 +208,7 @@ class RolloutWorker:
     def _on_cancel(self, message: Message) -> None:
         kind, number = message["kind"], message["number"]
         task = self._tasks.get((kind, number))
-        ended = {"op": "ended", "kind": kind, "number": number}
-        if task is None:
-            self.connection.send(ended)
-        else:
-            task.add_done_callback(lambda _: self.connection.send(ended))
+        if task is not None:
             task.cancel()
         if kind == "play":
             self._held.pop(number, None)
@@ -186,7 +269,6 @@ class RolloutWorker:
         finally:
             for number in numbers:
                 self._held.pop(number, None)
-        self._tell_size()
 
     def _send_result(self, message: Message) -> None:
         try:
@@ -194,12 +276,6 @@ class RolloutWorker:
         except ValueError:
             # a number of numpy's, or the like
             self.connection.send(_plain(message))
-
-    def _tell_size(self) -> None:
-        now = time.monotonic()
-        if now >= self._size_at:
-            self._size_at = now + _SIZE_EVERY_S
-            self.connection.send({"op": "size", "bytes": resident_bytes()})
 
 
 def _result(state: State, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,13 +310,3 @@ def _plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
             # numpy's
             return _plain(value.tolist(), outer)
     return f"<{kind.__name__}>" if is_nested else repr(value)
-
-
-def resident_bytes() -> int:
-    """Return the memory that this process holds; its most so far where the system tells no more."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024

@@ -12,8 +12,6 @@ from typing import Any
 from verifiers.interrupt import exit_if_blocked
 from verifiers.workers.worker import RolloutWorker
 
-__all__ = ["KEPT_LINES", "last_words", "set_up_process"]
-
 KEPT_LINES = 500
 _LAST_LINES = 3
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError, DeadlineError, Error, NothingScoredError
-from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
-from verifiers.evals.evaluation_run import EvaluationRun
+from verifiers.evals.evaluation_run import EvaluationRun, iter_requests, run_evaluation
 from verifiers.evals.statistics import Estimate
 from verifiers.evals.store import ResultStore
 from verifiers.evals.summary import RunSummary, summarize
@@ -29,10 +28,9 @@ from verifiers.inference.wire import neutral_where_unset
 from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.reports.evaluation import write_evaluation_report
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import RolloutActivity, Run
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 from verifiers.train.evaluation.storage import StoredEvaluations, provenance
@@ -198,7 +196,7 @@ class Evaluator:
         generator = self._publish()
         limiter = SubLimiter(generator.rollout_run().limiter, self._args.eval_max_concurrent)
         runner = _runner_of(generator, one, self._sampling(one), limiter)
-        requests = evaluation_requests(one.dataset, self._args.num_generations_eval or 1, self._args.seed)
+        requests = list(iter_requests(one.dataset, self._args.num_generations_eval or 1, self._args.seed))
         kept: list[ScoredBlock] = []
 
         async def run() -> Measured:

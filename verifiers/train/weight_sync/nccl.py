@@ -19,9 +19,9 @@ from typing import Any
 
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import WeightSyncError
-from verifiers.inference.replica import PARTIALLY_LOADED, WeightUpdate, time_left
 from verifiers.inference.retry import retry
 from verifiers.inference.server_client import CONTROL_RETRIES, RefusedError, ServerClient, passes_in_place
+from verifiers.inference.server_pool import PARTIALLY_LOADED, WeightUpdate, time_left
 from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError, WeightSyncError
-from verifiers.inference.replica import Load, WeightUpdate
 from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.inference.server_pool import Load, WeightUpdate
 from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import DeadlineError, Error, WeightProbeError
-from verifiers.inference.answers import check_tokens, read_completion
 from verifiers.inference.retry import retry
 from verifiers.inference.server_client import (
     CONTROL_RETRIES,
@@ -23,7 +22,7 @@ from verifiers.inference.server_client import (
     passes_in_place,
 )
 from verifiers.inference.server_pool import ServerPool
-from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
+from verifiers.inference.wire import NEUTRAL_SAMPLING, check_tokens, read_completion, sampled_tokens
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
