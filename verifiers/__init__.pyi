@@ -47,19 +47,19 @@ from .integrations.textarena import TextArenaEnv as TextArenaEnv
 from .log import setup_logging as setup_logging
 from .parsers.messages import print_prompt_completions_sample as print_prompt_completions_sample
 from .parsers.parser import (
+    MaybeThinkParser as MaybeThinkParser,
     Parser as Parser,
+    ThinkParser as ThinkParser,
     extract_boxed_answer as extract_boxed_answer,
     extract_hash_answer as extract_hash_answer,
 )
-from .parsers.think_parser import MaybeThinkParser as MaybeThinkParser, ThinkParser as ThinkParser
 from .parsers.xml_parser import XMLParser as XMLParser
 from .rollouts.block import BatchRequest as BatchRequest
 from .rollouts.generator import AsyncBatchGenerator as AsyncBatchGenerator
 from .rubrics.judge_rubric import JudgeRubric as JudgeRubric
 from .rubrics.math_rubric import MathRubric as MathRubric
 from .rubrics.ranking_rubric import RankingRubric as RankingRubric
-from .rubrics.rubric import Rubric as Rubric
-from .rubrics.rubric_group import RubricGroup as RubricGroup
+from .rubrics.rubric import Rubric as Rubric, RubricGroup as RubricGroup
 from .rubrics.shaping import (
     EpisodicSumRubric as EpisodicSumRubric,
     overlong_penalty as overlong_penalty,

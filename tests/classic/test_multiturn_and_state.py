@@ -14,11 +14,10 @@ from datasets import Dataset
 
 import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.parsers.messages import as_message
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, Fault
-from verifiers.types import Outcome, RolloutKey
+from verifiers.types import Outcome, RolloutKey, as_message
 
 Rows = list[dict[str, Any]]
 ASK = [{"role": "user", "content": "start"}]

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,7 +15,6 @@ import verifiers as vf
 from verifiers.errors import ConfigError, GradingError
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.rubrics import judge
 from verifiers.rubrics.judge_rubric import judge_yes_no, parse_yes_no
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
 from verifiers.types import State
@@ -32,7 +31,7 @@ ROW: dict[str, Any] = {"prompt": PROMPT, "completion": COMPLETION, "answer": "{f
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr("verifiers.rubrics.judge_rubric._BACKOFF_S", 0.0)
 
 
 def state(**extra: Any) -> State:
@@ -49,19 +48,6 @@ async def error_of(rubric: vf.JudgeRubric, scored: State | None = None) -> str:
     await rubric.score_group([scored])
     [error] = scored["grading_errors"]
     return error["error"]
-
-
-def test_nothing_happens_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setattr(judge.LazyOpenAI, "_make", lambda self, key: pytest.fail("a client was made"))
-    rubric = vf.JudgeRubric()
-    assert rubric.judge_model == "gpt-4.1-nano"
-    assert rubric.reward_funcs == []
-    assert rubric.parallelize_scoring is False
-    assert set(rubric.class_objects) == {
-        "parser", "judge", "judge_client", "judge_model", "judge_prompt", "judge_sampling_args", "verdict",
-    }  # fmt: skip
 
 
 async def test_a_missing_key_is_one_sentence_and_a_failed_grade(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,19 +145,10 @@ async def test_rollouts_never_share_an_answer() -> None:
     assert sorted(scored["reward"] for scored in states) == [0.0, 1.0]
 
 
-async def test_a_foreign_note_in_the_state_is_no_cached_answer() -> None:
-    scored = state(judge_response="no")
-    await vf.JudgeRubric(judge_client=FakeClient("yes"), funcs=[judge_yes_no]).score_group([scored])
-    assert scored["reward"] == 1.0
-
-
 FAILURES = [
     (Fault(status=500, times=99), "InternalServerError", 4),
-    (Fault(status=429, times=99), "RateLimitError", 4),
     (Fault(status=401, times=99), "AuthenticationError", 1),
-    (Fault(status=400, times=99), "BadRequestError", 1),
     (Fault.disconnect(times=99), "APIConnectionError", 4),
-    (Fault.malformed(times=99), "JSONDecodeError", 4),
     (Fault(status=200, times=99, body={"choices": []}), "without a choice", 4),
     (Fault(status=200, times=99, body={"choices": [{"message": {"content": " "}}]}), "an empty message", 4),
 ]
@@ -291,16 +268,6 @@ async def test_a_synchronous_client_does_not_stall_the_loop() -> None:
     assert scored["reward"] == 1.0
 
 
-async def test_mocks_are_called_as_given() -> None:
-    reply = MagicMock()
-    reply.choices[0].message.content = "yes"
-    for create in (AsyncMock(return_value=reply), MagicMock(return_value=reply)):
-        client = MagicMock()
-        client.chat.completions.create = create
-        assert await vf.JudgeRubric(judge_client=client).judge(**ROW, state=State()) == "yes"
-        assert create.call_args.kwargs["model"] == "gpt-4.1-nano"
-
-
 async def test_no_more_calls_than_the_bound_are_under_way() -> None:
     client = FakeClient(lambda body: _after_a_while())
     rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], judge_max_concurrent=3)
@@ -368,22 +335,6 @@ async def test_the_default_client_has_every_method_of_the_sdk() -> None:
         scored = state()
         await vf.JudgeRubric(judge_base_url=server.url, funcs=[models]).score_group([scored])
     assert scored["reward"] == 1.0
-
-
-async def test_group_functions_and_metrics_work_beside_the_judge() -> None:
-    def lengths(completions: list[Any]) -> list[float]:
-        return [float(len(one[0]["content"])) for one in completions]
-
-    def broken(answer: str) -> float:
-        raise ValueError("no")
-
-    rubric = vf.JudgeRubric(judge_client=FakeClient("yes"), funcs=[judge_yes_no, lengths], weights=[1.0, 0.0])
-    rubric.add_metric(broken)
-    states = [state(), state(completion=[{"role": "assistant", "content": "4"}])]
-    await vf.RubricGroup([rubric]).score_group(states)
-    assert [scored["reward"] for scored in states] == [1.0, 1.0]
-    assert [scored["metrics"]["lengths"] for scored in states] == [10.0, 1.0]
-    assert ["broken" in scored["metrics"] for scored in states] == [False, False]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
-from verifiers.rubrics import math_equality
-from verifiers.rubrics.math_equality import MathVerdict, answer_text, exact_match, math_verdict, math_verdict_blocking
+from verifiers.rubrics.math_rubric import MathVerdict, answer_text, exact_match, math_verdict, math_verdict_blocking
 
 RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
 
@@ -129,12 +128,6 @@ def test_answers_are_compared_from_any_thread_and_any_event_loop() -> None:
     assert found == [RIGHT] * 12
 
 
-async def test_many_right_answers_at_once_are_all_right() -> None:
-    pairs = [(f"\\frac{{{number}}}{{7}} + x", f"x + {number}/7") for number in range(1, 41)]
-    verdicts = await asyncio.gather(*[math_verdict(*pair, timeout_s=60) for pair in pairs])
-    assert verdicts == [RIGHT] * 40
-
-
 async def test_nasty_answers_cost_their_time_limit_and_hold_up_nobody() -> None:
     await math_verdict("\\sqrt{2}", "x")
     nasty = asyncio.create_task(math_verdict("\\sqrt{2}", "10^{10^{10}}", timeout_s=50))
@@ -176,10 +169,8 @@ class ScriptedPool:
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
-        self.calls: list[tuple[str, ...]] = []
 
     async def call(self, function: str, *args: str, timeout_s: float) -> Any:
-        self.calls.append(args)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -188,8 +179,7 @@ class ScriptedPool:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> ScriptedPool:
     pool = ScriptedPool(*answers)
-    monkeypatch.setattr(math_equality, "_pool", lambda: pool)
-    monkeypatch.setattr(math_equality, "_verdicts", {})
+    monkeypatch.setattr("verifiers.rubrics.math_rubric._pool", lambda: pool)
     return pool
 
 
@@ -230,17 +220,9 @@ async def test_workers_that_do_not_run_are_a_failed_grade(
         await math_verdict("a", "b")
 
 
-async def test_the_same_question_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = scripted(monkeypatch, True, WorkerTimeoutError("late"), False)
-    assert [await math_verdict("a", "b") for _ in range(3)] == [RIGHT] * 3
-    assert len(pool.calls) == 1
-    # a time limit may have been the machine's fault
-    assert [await math_verdict("a", "c") for _ in range(2)] == [MathVerdict.TIMED_OUT, WRONG]
-
-
 def test_nothing_heavy_is_imported_for_what_is_decided_by_the_text() -> None:
     code = (
-        "import sys, verifiers as vf; from verifiers.rubrics.math_equality import math_verdict_blocking as verdict\n"
+        "import sys, verifiers as vf; from verifiers.rubrics.math_rubric import math_verdict_blocking as verdict\n"
         "assert verdict('1/2', '0.5') == 'right' and verdict('1', '2') == 'wrong'\n"
         "rubric = vf.MathRubric()\n"
         "assert not {'sympy', 'math_verify', 'openai'} & set(sys.modules)"

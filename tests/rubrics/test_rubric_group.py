@@ -13,7 +13,6 @@ import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rubrics import Rubric
-from verifiers.testing import FakeOpenAIServer
 from verifiers.types import RolloutScore, State
 
 ROW: dict[str, Any] = {"prompt": "p", "completion": "abc", "answer": "a", "task": "t", "info": {"n": 1}}
@@ -151,32 +150,9 @@ async def test_a_later_rubric_reads_what_an_earlier_one_left_in_the_state() -> N
     assert scored["reward"] == 0.75
 
 
-async def test_weights_that_do_not_fit_are_a_mistake_and_no_failed_grade() -> None:
-    wrong = Rubric(funcs=[half])
-    wrong.reward_funcs.append(length)
-    group = vf.RubricGroup([Rubric(funcs=[half]), wrong])
-    with pytest.raises(ConfigError, match="2 reward functions but 1 weights"):
-        await group.score_group([state()])
-
-
 async def test_groups_are_copied_and_pickled_with_their_rubrics() -> None:
     group = vf.RubricGroup([Rubric(funcs=[half]), vf.MathRubric(), vf.JudgeRubric(), vf.RankingRubric()])
     for twin in (copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
         assert twin.get_reward_func_names() == group.get_reward_func_names()
         assert twin.rubrics[0] is not group.rubrics[0]
         assert twin.rubrics[2].class_objects["judge"].__self__ is twin.rubrics[2]
-
-
-def test_an_environment_scores_by_a_group_and_one_with_group_functions() -> None:
-    env = vf.SingleTurnEnv(
-        eval_dataset=[{"question": "?", "answer": "yes"}],
-        rubric=vf.RubricGroup(
-            [
-                Rubric(funcs=[lambda completion, answer: float(completion[-1]["content"] == answer)]),
-                Rubric(funcs=[lambda completions: [0.5] * len(completions)]),
-            ]
-        ),
-    )
-    with FakeOpenAIServer(["yes", "no"]) as server:
-        results = env.evaluate_sync(server.url, "fake", rollouts_per_example=2, max_concurrent=1)
-    assert sorted(results.reward) == [0.5, 1.5]

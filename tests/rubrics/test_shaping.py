@@ -33,13 +33,6 @@ def test_the_penalty_grows_over_the_buffer(tokens: int, penalty: float) -> None:
     assert func(state=State(responses=[counted(tokens)])) == pytest.approx(penalty)
 
 
-def test_the_papers_own_numbers() -> None:
-    # L_max 20,480 with L_cache 4,096: nothing is punished up to 16,384 tokens
-    func = vf.overlong_penalty(max_tokens=20_480, buffer_tokens=4_096)
-    for tokens, penalty in ((16_384, 0.0), (18_432, -0.5), (20_480, -1.0)):
-        assert func(state=State(responses=[counted(tokens)])) == penalty
-
-
 @pytest.mark.parametrize(("max_tokens", "buffer_tokens"), [(10, 0), (10, 11), (0, 0), (10, -1)])
 def test_a_buffer_that_does_not_fit_is_refused(max_tokens: int, buffer_tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"buffer_tokens={buffer_tokens} and max_tokens={max_tokens}"):
@@ -137,11 +130,6 @@ async def test_the_rubric_gives_the_same(text: str, truth: Any, expected: tuple[
     assert scored["reward"] == expected[2]
     assert scored["metrics"] == {"r1_zero_answer": expected[1], "r1_zero_format": expected[0]}
     assert "grading_errors" not in scored
-
-
-def test_an_answer_that_runs_out_of_time_is_wrong() -> None:
-    result = vf.r1_zero_reward("</think> <answer>10^{10^{10}}</answer>", "\\sqrt{2}", timeout_s=0.5)
-    assert result == {"format": 1.0, "answer": 0.0, "reward": 0.0}
 
 
 # -- EpisodicSumRubric

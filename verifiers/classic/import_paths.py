@@ -59,7 +59,9 @@ CLASSIC_NAMES = {
             ("reasoninggym_env:ReasoningGymEnv", "reasoninggym_env", "reasoning_gym"),
         )
     },
-    **_moved("verifiers.parsers.maybe_think_parser", "verifiers.parsers.think_parser", "MaybeThinkParser"),
+    **_moved("verifiers.parsers.maybe_think_parser", "verifiers.parsers.parser", "MaybeThinkParser"),
+    **_moved("verifiers.parsers.think_parser", "verifiers.parsers.parser", "MaybeThinkParser ThinkParser"),
+    **_moved("verifiers.rubrics.rubric_group", "verifiers.rubrics.rubric", "RubricGroup"),
     **_moved("verifiers.scripts.eval", "verifiers.cli.evaluate", "main"),
     **_moved("verifiers.utils.async_utils", "verifiers.envs.lifecycle", "maybe_await"),
     **_moved("verifiers.utils.async_utils", _LATE, "maybe_semaphore"),

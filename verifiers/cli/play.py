@@ -16,7 +16,7 @@ from verifiers.cli.arguments import CommandParser, json_object
 from verifiers.cli.main import DONE, FAILED, CommandFailedError, make_importable, run_command
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject
-from verifiers.parsers.messages import message_field, message_text
+from verifiers.types import message_field, message_text
 
 __all__ = ["Player", "main", "parser"]
 

@@ -19,7 +19,7 @@ from verifiers.parsers.parser import Parser
 from verifiers.rollouts.play import play
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
-from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.rubric import Rubric, RubricGroup
 from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, RewardFunc, SamplingArgs, State
 
 if TYPE_CHECKING:
@@ -232,8 +232,6 @@ class Environment(ClassicCalls):
 
     def add_rubric(self, rubric: Rubric) -> None:
         """Add a rubric's rewards to those of the rubric that is there."""
-        from verifiers.rubrics.rubric_group import RubricGroup
-
         present = self.rubric if isinstance(self.rubric, RubricGroup) else RubricGroup([self.rubric])
         self.rubric = present.with_rubric(rubric)
 

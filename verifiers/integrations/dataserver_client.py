@@ -15,8 +15,8 @@ from verifiers.errors import ConfigError, InfraError, ProviderError
 from verifiers.inference.endpoint import proxy_for
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry, status_may_pass
 from verifiers.loop_thread import run_blocking
-from verifiers.parsers.messages import message_text
 from verifiers.rubrics.scoring import is_finite_number
+from verifiers.types import message_text
 
 __all__ = [
     "MAX_ATTEMPTS",

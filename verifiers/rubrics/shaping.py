@@ -7,9 +7,8 @@ from typing import Any
 
 from verifiers.errors import ConfigError, GradingError
 from verifiers.inference.wire import plain_data, sampled_tokens
-from verifiers.parsers.messages import message_field, message_text
 from verifiers.parsers.parser import Parser, extract_boxed_answer
-from verifiers.rubrics.math_equality import (
+from verifiers.rubrics.math_rubric import (
     MAX_ANSWER_CHARS,
     TIMEOUT_S,
     MathVerdict,
@@ -17,7 +16,7 @@ from verifiers.rubrics.math_equality import (
     math_verdict_blocking,
 )
 from verifiers.rubrics.rubric import Rubric
-from verifiers.types import RewardFunc, State
+from verifiers.types import RewardFunc, State, message_field, message_text
 
 __all__ = [
     "EpisodicSumRubric",
@@ -36,10 +35,7 @@ def overlong_penalty(*, max_tokens: int, buffer_tokens: int) -> Callable[..., fl
     soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4, equation 13), where the two are
     called L_max and L_cache. Tokens are counted as `completion_tokens` does.
 
-    Args:
-        max_tokens: where the penalty is whole, in tokens of all the policy's answers in a rollout; for one turn the
-            sampling argument of that name.
-        buffer_tokens: how far before it the penalty begins, in tokens.
+    They are tokens of all the policy's answers in a rollout; for one turn `max_tokens` is the sampling argument.
 
     Raises:
         ConfigError: not 0 < buffer_tokens <= max_tokens.
@@ -112,11 +108,9 @@ def r1_zero_reward(
     The format asks for `</think> <answer>` (with exactly one space) and a `</answer>` after it. The answer is what
     stands between them, of the last such pair, or the last `\boxed{}` in it; it is compared as `MathRubric` does.
 
-    Args:
-        response: what the policy wrote.
-        ground_truth: the right answer, or a list of answers each of which is right.
-        timeout_s: how long one comparison may take, in seconds; what takes longer is wrong.
-        max_answer_chars: a longer answer is right only where it is the right one character by character.
+    `ground_truth` may be a list of answers each of which is right. A comparison that takes longer than `timeout_s`
+    seconds is wrong; an answer of more than `max_answer_chars` is right only where it is the right one character by
+    character.
 
     Returns:
         {"format", "answer", "reward"}, each 0.0 or 1.0: unformatted 0, 0, 0; formatted but wrong 1, 0, 0; right
@@ -136,13 +130,7 @@ def r1_zero_reward(
 def r1_zero_rubric(
     *, timeout_s: float = TIMEOUT_S, max_answer_chars: int = MAX_ANSWER_CHARS, **kwargs: Any
 ) -> Rubric:
-    """Return a rubric that scores by `r1_zero_reward`: its answer is the reward, its format a metric.
-
-    Args:
-        timeout_s: as for `r1_zero_reward`.
-        max_answer_chars: as for `r1_zero_reward`.
-        **kwargs: as for `Rubric`, without funcs and weights.
-    """
+    """Return a rubric that scores by `r1_zero_reward`: its answer is the reward, its format a metric."""
 
     async def r1_zero_answer(completion: Any, answer: Any, parser: Parser) -> float:
         given = _answer_in(_text_of(completion, parser))
@@ -181,11 +169,7 @@ def _alternatives(ground_truth: Any) -> Sequence[Any]:
 class EpisodicSumRubric(Rubric):
     """The sum of `step["reward"]` over `state["trajectory"]`, for environments that reward each step.
 
-    Args:
-        weight: of the sum.
-        funcs: further reward functions, after it.
-        weights: one for each of `funcs`; 1.0 each when left out.
-        **kwargs: as for `Rubric`.
+    `weight` is the sum's; `weights` are those of the further functions, `funcs`, 1.0 each when left out.
     """
 
     def __init__(
@@ -196,8 +180,8 @@ class EpisodicSumRubric(Rubric):
         **kwargs: Any,
     ) -> None:
         further = list(funcs or [])
-        of_further = list(weights) if weights is not None else [1.0] * len(further)
-        super().__init__(funcs=[sum_step_rewards, *further], weights=[weight, *of_further], **kwargs)
+        further_weights = weights if weights is not None else [1.0] * len(further)
+        super().__init__(funcs=[sum_step_rewards, *further], weights=[weight, *further_weights], **kwargs)
 
 
 def sum_step_rewards(state: State, **_: Any) -> float:
