@@ -188,23 +188,21 @@ async def test_every_override_of_the_second_generation_is_called_sync_or_async(
 
         return later if is_async else sync
 
-    class Env(vf.MultiTurnEnv):
-        def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            return MORE
-
     def render(self: Any, state: Any) -> None:
         state["completion"] = [*state["trajectory"][-1]["completion"], {"role": "user", "content": "mine"}]
 
     def prompt_messages(self: Any, state: Any) -> Any:
         return [{"role": "user", "content": f"ask {len(state['trajectory'])}"}]
 
-    Env.setup_state = sync_or_async("setup_state", lambda self, state: state.update(mine=1))  # type: ignore[method-assign]
-    Env.get_prompt_messages = sync_or_async("get_prompt_messages", prompt_messages)  # type: ignore[method-assign]
-    Env.render_completion = sync_or_async("render_completion", render)  # type: ignore[method-assign]
-    Env.add_trajectory_step = sync_or_async(  # type: ignore[method-assign]
-        "add_trajectory_step", lambda self, state, step: state["trajectory"].append({**step, "reward": 1.0})
+    methods = {
+        "setup_state": lambda self, state: state.update(mine=1),
+        "get_prompt_messages": prompt_messages,
+        "render_completion": render,
+        "add_trajectory_step": lambda self, state, step: state["trajectory"].append({**step, "reward": 1.0}),
+    }
+    env: Any = type("Env", (Talks,), {name: sync_or_async(name, work) for name, work in methods.items()})(
+        max_turns=2, dataset=rows
     )
-    env = Env(max_turns=2, dataset=rows)
     state = await env.rollout({"prompt": ASK}, client, "m")
     turn = ["get_prompt_messages", "add_trajectory_step"]
     assert called == ["setup_state", *turn, *turn, "render_completion"]

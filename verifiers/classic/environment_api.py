@@ -1,75 +1,83 @@
-"""The calls of verifiers 0.1.x on an environment: one rollout; columns in and columns out, with or without a loop."""
+"""The calls of verifiers 0.1.x on an environment: one rollout and its steps; columns in and columns out; tokens."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import functools
 import inspect
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from verifiers.classic import token_processing
-from verifiers.classic.outputs import generate_outputs, mean_of_scored, raise_unless_kept
+from verifiers.classic.outputs import complete_or_awaitable, generate_outputs, raise_failure, to_dataset
 from verifiers.classic.rubrics import scores_by_columns
-from verifiers.classic.steps import Steps
-from verifiers.classic.tool_defs import ToolDefs
 from verifiers.concurrency import gather_owned
 from verifiers.data.shard import Shard
-from verifiers.envs.conversation import begin_turns, call_model, tools_of_info
+from verifiers.envs.conversation import add_response, begin_turns, tools_of_info
 from verifiers.envs.datasets import row_fields
-from verifiers.envs.lifecycle import teardown_at_exit
+from verifiers.envs.lifecycle import maybe_await, teardown_at_exit
+from verifiers.envs.multiturn_env import change
 from verifiers.envs.tools import openai_tools
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, Error
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.server_pool import backend_for
 from verifiers.keywords import check_keywords, ignore_keywords, parameter_names
 from verifiers.loop_thread import run_blocking
-from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.play import begin_state
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, requests_by_prompt
 from verifiers.rollouts.run import Run
 from verifiers.types import (
-    ChatMessage,
     GenerateOutputs,
     Messages,
+    ModelResponse,
     ProcessedOutputs,
     RolloutKey,
     SamplingArgs,
     State,
+    joined,
 )
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["ClassicCalls", "call_rollout", "classic_call", "is_state_call"]
-
-T = TypeVar("T")
-
-_ROLLOUT_ARGUMENTS = ("client", "model", "prompt", "answer", "task", "info", "sampling_args")
+__all__ = ["ClassicCalls", "classic_call", "conversation_of", "next_prompt"]
 
 
-# -- one rollout, and its methods ---------------------------------------------------------------------------------
-
-
-def is_state_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a method is called with the state first, as the present interface does."""
-    return isinstance(args[0], Mapping) if args else "state" in kwargs and "messages" not in kwargs
+# -- methods of the present interface, called as in 0.1.x ---------------------------------------------------------
 
 
 def classic_call(method: Callable[..., Any], env: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the present interface with the arguments of the first generation."""
-    if method.__name__ == "is_completed":
-        return _completed_of_messages(method, env, *args, **kwargs)
-    if method.__name__ == "run_rollouts":
-        return _run_columns(env, *args, **kwargs)
-    return _answer_of_client(env, *args, **kwargs)
+    calls = {"is_completed": _is_completed, "run_rollouts": _run_rollouts, "get_model_response": _get_model_response}
+    return calls[method.__name__](method, env, *args, **kwargs)
 
 
-async def _run_columns(
+async def _is_completed(method: Callable[..., Any], env: Any, messages: Any, state: State, **_: Any) -> bool:
+    given = State(state, prompt=messages[:0], completion=messages)
+    is_completed = bool(await method(env, given))
+    if given.get("stop_condition") is not None:
+        state["stop_condition"] = given["stop_condition"]
+    return is_completed
+
+
+def _get_model_response(
+    method: Callable[..., Any],
+    env: Any,
+    client: Any,
+    model: str,
+    prompt: Messages,
+    oai_tools: list[dict[str, Any]] | None = None,
+    sampling_args: SamplingArgs | None = None,
+    message_type: Any = None,
+    **_: Any,
+) -> Any:
+    return method(env, State(), prompt, client, model, oai_tools or [], sampling_args or {}, message_type)
+
+
+async def _run_rollouts(
+    method: Callable[..., Any],
     env: Any,
     client: Any,
     model: str,
@@ -82,9 +90,7 @@ async def _run_columns(
     **_: Any,
 ) -> list[tuple[Messages, State]]:
     """Play prompts and return (completion, state) of each, without scores; the first failure is raised."""
-    columns = {"prompt": prompts, "answer": answers, "task": tasks, "info": infos}
-    given = {name: values for name, values in columns.items() if values is not None}
-    requests = requests_of([dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)])
+    requests = requests_of(rows_of({"prompt": prompts, "answer": answers, "task": tasks, "info": infos}))
     async with run_of(env, client, model, sampling_args, max_concurrent) as run:
         run.on_end = raise_failure
         rollouts = await run.play(requests)
@@ -94,59 +100,11 @@ async def _run_columns(
     return [(rollout.completion, rollout.state) for rollout in rollouts]
 
 
-async def _completed_of_messages(
-    method: Callable[..., Any], env: Any, messages: Any, state: State, **kwargs: Any
-) -> bool:
-    given = State(state, prompt=messages[:0], completion=messages)
-    is_completed = bool(await method(env, given))
-    if given.get("stop_condition") is not None:
-        state["stop_condition"] = given["stop_condition"]
-    return is_completed
-
-
-async def _answer_of_client(
-    env: Any,
-    client: Any,
-    model: str,
-    prompt: Messages,
-    oai_tools: list[dict[str, Any]] | None = None,
-    sampling_args: SamplingArgs | None = None,
-    message_type: Any = None,
-    **_: Any,
-) -> Any:
-    return await call_model(
-        client,
-        model,
-        prompt,
-        message_type=message_type or env.message_type,
-        oai_tools=oai_tools,
-        sampling_args=sampling_args,
-        logger=getattr(env, "logger", None),
-    )
-
-
-def call_rollout(
-    env: Any, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs
-) -> Awaitable[Any]:
-    """Call an environment's own `rollout` in the generation that it is written for.
-
-    Args:
-        row: prompt, example_id, task, answer, info.
-
-    Returns:
-        What the method returns, to be awaited: (completion, state), or the state.
-    """
-    names = list(inspect.signature(env.rollout).parameters)
-    if names[:1] in (["input"], ["rollout_input"]) or names[1:2] == ["client"]:
-        by_input: Awaitable[Any] = env.rollout(row, client, model, sampling_args)
-        return by_input
-    columns = {name: row[name] for name in ("answer", "task", "info")}
-    by_columns: Awaitable[Any] = env.rollout(client, model, row["prompt"], **columns, sampling_args=sampling_args)
-    return by_columns
+# -- one rollout ---------------------------------------------------------------------------------------------------
 
 
 async def _play_row(
-    env: Any,
+    self: Any,
     input: Mapping[str, Any],  # noqa: A002 - the classic name
     client: Any,
     model: str,
@@ -155,13 +113,13 @@ async def _play_row(
     """Play a row by the environment's own loop, beneath what overrides `rollout`; return its state."""
     (request,) = requests_of([input])
     state = begin_state(request, client, model, sampling_args or {})
-    plays = [vars(base)["play"] for base in type(env).__mro__ if "play" in vars(base)]
+    plays = [vars(base)["play"] for base in type(self).__mro__ if "play" in vars(base)]
     own = next(play for play in plays if getattr(play, "__name__", "") != "play_by_rollout")
-    await own(env, state)
+    await own(self, state)
     return state
 
 
-def _first_generation(
+async def _play_columns(
     self: Any,
     client: Any,
     model: str,
@@ -171,14 +129,37 @@ def _first_generation(
     info: Any = None,
     sampling_args: SamplingArgs | None = None,
     **kwargs: Any,
-) -> None:
-    """Have the signature of `rollout` that is shown."""
+) -> tuple[Messages, State]:
+    row = {"prompt": prompt, "answer": answer, "task": task, "info": info}
+    if "example_id" in kwargs:
+        row["example_id"] = kwargs.pop("example_id")
+    env = self
+    if kwargs:
+        # further keywords reach what the environment overrides
+        env = copy.copy(self)
+        for name in ("setup_state", "env_response"):
+            if hasattr(self, name):
+                env.__dict__[name] = functools.partial(getattr(self, name), **kwargs)
+    state = await _play_row(env, row, client, model, sampling_args)
+    if isinstance(error := state.get("error"), BaseException):
+        raise error
+    completion, state["completion"] = state["completion"], type(state["completion"])()
+    return completion, state
 
 
-class ClassicCalls(Steps):
+class _AwaitableBool(int):
+    """A bool that may also be awaited, for conditions that subclasses ask for in either way."""
+
+    def __await__(self) -> Generator[Any, Any, bool]:
+        yield from ()
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+class ClassicCalls:
     """The calls of verifiers 0.1.x, as methods of `Environment`."""
-
-    tool_defs = ToolDefs()
 
     async def rollout(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Play one rollout, called in either generation's way.
@@ -188,25 +169,10 @@ class ClassicCalls(Steps):
         Second: `rollout(input, client, model, sampling_args=None)` returns the state; a `vf.Error` that is raised
         inside stands in `state["error"]`, and the conversation so far is kept.
         """
-        if "input" in kwargs or (args and isinstance(args[0], Mapping) and "prompt" in args[0]):
-            return await _play_row(self, *args, **kwargs)
-        given = dict(zip(_ROLLOUT_ARGUMENTS, args, strict=False)) | kwargs
-        client, model, sampling_args = given.pop("client"), given.pop("model"), given.pop("sampling_args", None)
-        row = {name: given.pop(name) for name in (*_ROLLOUT_ARGUMENTS[2:6], "example_id") if name in given}
-        env = self
-        if given:
-            # further keywords reach what the environment overrides
-            env = copy.copy(self)
-            for name in ("setup_state", "env_response"):
-                if hasattr(self, name):
-                    env.__dict__[name] = functools.partial(getattr(self, name), **given)
-        state = await _play_row(env, row, client, model, sampling_args)
-        if isinstance(error := state.get("error"), BaseException):
-            raise error
-        completion, state["completion"] = state["completion"], type(state["completion"])()
-        return completion, state
+        is_row = "input" in kwargs or (args and isinstance(args[0], Mapping) and "prompt" in args[0])
+        return await (_play_row if is_row else _play_columns)(self, *args, **kwargs)
 
-    rollout.__signature__ = inspect.signature(_first_generation)  # type: ignore[attr-defined]
+    rollout.__signature__ = inspect.signature(_play_columns)  # type: ignore[attr-defined]
 
     async def init_state(
         self: Any,
@@ -220,6 +186,40 @@ class ClassicCalls(Steps):
         state = begin_state(request, client, model, sampling_args or {})
         begin_turns(state, self.oai_tools)
         return state
+
+    # -- steps that the second generation overrides: `classic.adapt.converse` calls them ------------------------
+
+    def max_turns_reached(self: Any, state: State) -> Any:
+        """Return whether `max_turns` is a bound and is reached; may be awaited or not."""
+        bare = State(state, error=None, prompt_too_long=False, final_env_response=None)
+        return _AwaitableBool(type(self).bound_reached(self, bare) is not None)
+
+    def prompt_too_long(self: Any, state: State) -> Any:
+        """Return whether the newest prompt did not fit the model's context; may be awaited or not."""
+        return _AwaitableBool(bool(state.get("prompt_too_long")))
+
+    async def get_prompt_messages(self: Any, state: State) -> Messages:
+        """Return what the policy is asked next: the prompt, or what was said so far and the environment's reply."""
+        messages: Messages = conversation_of(state)
+        return await next_prompt(self, messages, state) if state["trajectory"] else messages
+
+    async def add_model_response(self: Any, state: State, prompt_messages: Messages, response: ModelResponse) -> None:
+        """Note an answer of the policy in the state: `responses`, `turn`, and a step of the trajectory."""
+        before = state["completion"]
+        add_response(state, prompt_messages, response, self.message_type)
+        step = state["trajectory"].pop()
+        state["completion"] = before
+        await maybe_await(self.add_trajectory_step, state, step)
+
+    async def add_trajectory_step(self: Any, state: State, trajectory_step: Any) -> None:
+        """Append a step to the trajectory; the next prompt continues from the newest step."""
+        state["trajectory"].append(trajectory_step)
+
+    async def render_completion(self: Any, state: State) -> None:
+        """Set `state["completion"]` to all that was said after the prompt."""
+        state["completion"] = conversation_of(state)[len(state["prompt"]) :]
+
+    # -- columns in, columns out ----------------------------------------------------------------------------------
 
     async def a_generate(
         self: Any,
@@ -236,6 +236,10 @@ class ClassicCalls(Steps):
     ) -> GenerateOutputs:
         """Roll out and score columns of prompts (a dict, GenerateInputs, or a Dataset).
 
+        `run_rollouts` is asked for what is scored together: each row, each prompt's rows where the rubric compares
+        them, or all rows where they are scored at the end or not at all. Outcomes and rewards are those of `vf-eval`:
+        a rollout that failed, or whose grade failed, has no reward.
+
         Args:
             client: left out, the one that the environment was made with; `model` likewise.
 
@@ -245,31 +249,60 @@ class ClassicCalls(Steps):
 
         Raises:
             ConfigError: a misspelled keyword; one that is unknown is ignored, with a warning.
+            Exception: the first failure that is no `vf.Error`; the other rollouts are cancelled. A `vf.Error` is kept
+                in its rollout's state, and raised only where every rollout failed.
         """
         ignore_keywords(self, kwargs, ClassicCalls.a_generate)
-        return await generate(
-            self,
-            inputs,
-            client,
-            model,
-            sampling_args=sampling_args,
-            score=score_rollouts,
-            max_concurrent=max_concurrent if max_concurrent_generation is None else max_concurrent_generation,
-            max_concurrent_scoring=max_concurrent if max_concurrent_scoring is None else max_concurrent_scoring,
-            interleave_scoring=interleave_scoring,
-        )
+        started = time.time()
+        client = client if client is not None else getattr(self, "client", None)
+        model = model if model is not None else getattr(self, "model", None)
+        if client is None or model is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no client and model; give both to this call or when you make it."
+            )
+        most_played = max_concurrent if max_concurrent_generation is None else max_concurrent_generation
+        most_scored = max_concurrent if max_concurrent_scoring is None else max_concurrent_scoring
+        scoring = Limiter(most_scored or -1)
+        requests = requests_of(rows_of(inputs))
+        in_groups = score_rollouts and getattr(self.rubric, "has_group_funcs", False) is True
+        interleaved = in_groups or (score_rollouts and interleave_scoring)
+        raise_unless_kept = functools.partial(raise_failure, kept=Error)
 
-    def generate(
-        self: Any, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
+        async def play(unit: Sequence[RolloutRequest]) -> list[Rollout]:
+            rollouts = await run.play(unit)
+            for rollout in rollouts:
+                raise_unless_kept(rollout)
+            if interleaved:
+                async with scoring.slot():
+                    await run.score(rollouts)
+            return rollouts
+
+        if in_groups:
+            units = requests_by_prompt(requests)
+        elif interleaved or not requests:
+            units = [[request] for request in requests]
+        else:
+            units = [requests]
+        async with run_of(self, client, model, sampling_args, most_played) as run:
+            run.on_end = raise_unless_kept
+            done = await gather_owned(map(play, units))
+            finished = {rollout.key: rollout for rollouts in done for rollout in rollouts}
+            rollouts = [finished[request.key] for request in requests]
+            if score_rollouts and not interleaved:
+                played = [rollout for rollout in rollouts if rollout.failure is None]
+                states = [rollout.state for rollout in played]
+                scores = await scores_by_columns(self.rubric, states, max_concurrent=most_scored)
+                for rollout, score in zip(played, scores, strict=True):
+                    rollout.take_score(score)
+        return generate_outputs(self, rollouts, score_rollouts, model, client, sampling_args, started)
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `a_generate` for both generations of callers: read the result at once, or await it."""
-        return complete_or_awaitable(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
+        return complete_or_awaitable(lambda: self.a_generate(*args, **kwargs))
 
-    def generate_sync(
-        self: Any, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
-    ) -> GenerateOutputs:
+    def generate_sync(self: Any, *args: Any, **kwargs: Any) -> GenerateOutputs:
         """Run `a_generate` and wait for the result; also inside a running event loop."""
-        return run_blocking(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
+        return run_blocking(lambda: self.a_generate(*args, **kwargs))
 
     async def a_evaluate(
         self: Any,
@@ -287,18 +320,16 @@ class ClassicCalls(Steps):
         dataset = self.get_eval_dataset(n=num_examples)
         if shard is not None:
             dataset = dataset.select(Shard(*shard).examples(len(dataset)))
-        inputs = {name: list(values) * rollouts_per_example for name, values in columns_of(dataset).items()}
+        inputs = {name: list(dataset[name]) * rollouts_per_example for name in dataset.column_names}
         return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
 
-    def evaluate(self: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `a_evaluate` for both generations of callers: read the result at once, or await it."""
-        return complete_or_awaitable(lambda: self.a_evaluate(client, model, *args, **kwargs))
+        return complete_or_awaitable(lambda: self.a_evaluate(*args, **kwargs))
 
-    def evaluate_sync(
-        self: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
-    ) -> GenerateOutputs:
+    def evaluate_sync(self: Any, *args: Any, **kwargs: Any) -> GenerateOutputs:
         """Run `a_evaluate` and wait for the result."""
-        return run_blocking(lambda: self.a_evaluate(client, model, *args, **kwargs))
+        return run_blocking(lambda: self.a_evaluate(*args, **kwargs))
 
     def make_dataset(
         self: Any,
@@ -328,11 +359,12 @@ class ClassicCalls(Steps):
     parse_chat_completion_logprobs = staticmethod(token_processing.chat_logprobs)
     parse_completion_tokens = staticmethod(token_processing.completion_tokens)
     parse_completion_logprobs = staticmethod(token_processing.completion_logprobs)
+    process_completion_format_vllm = staticmethod(token_processing.process_completion)
 
     def process_chat_format_vllm(
         self: Any,
-        prompt: list[ChatMessage],
-        completion: list[ChatMessage],
+        prompt: Messages,
+        completion: Messages,
         state: State,
         processing_class: Any,
         mask_env_responses: bool = False,
@@ -343,17 +375,6 @@ class ClassicCalls(Steps):
             return env.process_chat_format_vllm(prompt, completion, state, processing_class, mask_env_responses)
         tools = openai_tools(tools_of_info(state.get("info") or {}) or self.oai_tools or ())
         return token_processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
-
-    def process_completion_format_vllm(
-        self: Any,
-        prompt: str,
-        completion: str,
-        state: State,
-        processing_class: Any,
-        mask_env_responses: bool = False,
-    ) -> token_processing.TokenLists:
-        """Return the token lists of a rollout in completion mode; see `token_processing.process_completion`."""
-        return token_processing.process_completion(prompt, completion, state, processing_class, mask_env_responses)
 
     def process_env_results_vllm(
         self: Any,
@@ -367,44 +388,44 @@ class ClassicCalls(Steps):
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
     ) -> ProcessedOutputs:
-        """Return the token lists of finished rollouts; see `token_processing.process_results`."""
+        """Return the token lists of finished rollouts, cut to `max_seq_len` tokens of prompt and completion together.
+
+        Args:
+            max_seq_len: -1 never cuts.
+            mask_truncated_completions: a completion that was cut gets mask 0 throughout.
+            zero_truncated_completions: a completion that was cut gets reward 0.
+        """
         is_chat = self.message_type == "chat"
-        of_one: Callable[..., token_processing.TokenLists] = (
-            self.process_chat_format_vllm if is_chat else self.process_completion_format_vllm
-        )
-        return token_processing.process_results(
-            lambda prompt, completion, state: of_one(prompt, completion, state, processing_class, mask_env_responses),
-            prompts,
-            completions,
-            states,
-            rewards,
-            max_seq_len,
-            mask_truncated_completions,
-            zero_truncated_completions,
-        )
+        process = self.process_chat_format_vllm if is_chat else self.process_completion_format_vllm
+        processed: list[tuple[Any, ...]] = []
+        for prompt, completion, state, reward in zip(prompts, completions, states, rewards, strict=True):
+            lists = process(prompt, completion, state, processing_class, mask_env_responses)
+            if 0 < max_seq_len < len(lists[0]) + len(lists[2]):
+                reward = 0.0 if zero_truncated_completions else reward
+                lists = token_processing.cut(lists, max_seq_len, mask_truncated_completions)
+            processed.append((*lists, reward))
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs", "rewards")
+        return ProcessedOutputs(**{name: [row[place] for row in processed] for place, name in enumerate(names)})
 
     process_env_results = process_env_results_vllm
 
 
-# -- columns in, columns out ---------------------------------------------------------------------------------------
-
-
-def columns_of(inputs: Any) -> dict[str, Sequence[Any]]:
-    """Return the columns of a dict, GenerateInputs, Dataset or list of rows.
+def rows_of(inputs: Any) -> list[Mapping[str, Any]]:
+    """Return the rows of a dict of columns, GenerateInputs or a Dataset; a list of rows is returned as it is.
 
     Raises:
         ConfigError: no `prompt` column.
     """
     if isinstance(inputs, list):
-        names = dict.fromkeys(name for row in inputs for name in row)
-        columns: dict[str, Sequence[Any]] = {name: [row.get(name) for row in inputs] for name in names}
-    elif isinstance(inputs, Mapping):
-        columns = dict(inputs)
+        rows: list[Mapping[str, Any]] = inputs
+        names = list(dict.fromkeys(name for row in rows for name in row))
     else:
-        columns = {name: inputs[name] for name in inputs.column_names}
-    if columns.get("prompt") is None:
-        raise ConfigError(f"the inputs have no column 'prompt', only {sorted(columns)}.")
-    return columns
+        names = list(inputs) if isinstance(inputs, Mapping) else inputs.column_names
+        columns = {name: inputs[name] for name in names if inputs[name] is not None}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if "prompt" not in names:
+        raise ConfigError(f"the inputs have no column 'prompt', only {sorted(names)}.")
+    return rows
 
 
 def requests_of(rows: Sequence[Mapping[str, Any]]) -> list[RolloutRequest]:
@@ -438,189 +459,18 @@ async def run_of(
             await backend.close()
 
 
-async def generate(
-    env: Any,
-    inputs: Any,
-    client: Any,
-    model: str | None,
-    *,
-    sampling_args: SamplingArgs | None,
-    score: bool,
-    max_concurrent: int,
-    max_concurrent_scoring: int,
-    interleave_scoring: bool,
-) -> GenerateOutputs:
-    """Run the rollouts of `Environment.a_generate` and score them.
-
-    `run_rollouts` is asked for what is scored together: each row, each prompt's rows where the rubric compares them,
-    or all rows where they are scored at the end or not at all. Outcomes and rewards are those of `vf-eval`: a rollout
-    that failed, or whose grade failed, has no reward.
-
-    Raises:
-        Exception: the first failure that is no `vf.Error`; the other rollouts are cancelled. A `vf.Error` is kept in
-            its rollout's state, and raised only where every rollout failed.
-    """
-    started = time.time()
-    client = client if client is not None else getattr(env, "client", None)
-    model = model if model is not None else getattr(env, "model", None)
-    if client is None or model is None:
-        raise ConfigError(
-            f"{type(env).__name__} has no client and model; give both to this call or when you make it."
-        )
-    rubric: Any = env.rubric
-    limiter = Limiter(max_concurrent_scoring or -1)
-    columns = {name: values for name, values in columns_of(inputs).items() if values is not None}
-    count = len(columns["prompt"])
-    requests = requests_of([{name: values[row] for name, values in columns.items()} for row in range(count)])
-    in_groups = score and getattr(rubric, "has_group_funcs", False) is True
-    interleaved = in_groups or (score and interleave_scoring)
-
-    async def run(unit: Sequence[RolloutRequest]) -> list[Rollout]:
-        rollouts = await of_all.play(unit)
-        raise_unless_kept(rollouts)
-        if interleaved:
-            async with limiter.slot():
-                await of_all.score(rollouts)
-        return rollouts
-
-    async with run_of(env, client, model, sampling_args, max_concurrent) as of_all:
-        of_all.on_end = raise_other_failures
-        units = requests_by_prompt(requests) if in_groups else [[request] for request in requests]
-        done = await gather_owned([run(unit) for unit in (units if interleaved else [requests] if requests else [])])
-        finished = {rollout.key: rollout for rollouts in done for rollout in rollouts}
-        rollouts = [finished[request.key] for request in requests]
-        if score and not interleaved:
-            played = [rollout for rollout in rollouts if rollout.failure is None]
-            states = [rollout.state for rollout in played]
-            scores = await scores_by_columns(rubric, states, max_concurrent=max_concurrent_scoring)
-            for rollout, of_rollout in zip(played, scores, strict=True):
-                rollout.take_score(of_rollout)
-    return generate_outputs(
-        env, rollouts, scored=score, model=model, client=client, sampling_args=sampling_args, started=started
-    )
+async def next_prompt(env: Any, messages: Any, state: State) -> Any:
+    """Return the conversation with the environment's reply."""
+    reply = await maybe_await(env.env_response, messages, state)
+    if isinstance(reply, tuple):
+        reply, entries = reply
+        change(state, entries)
+    return joined(messages, reply) if reply else messages
 
 
-def raise_failure(rollout: Rollout) -> None:
-    """Raise a rollout's failure as soon as it ends, so that the others are cancelled."""
-    if rollout.failure is not None:
-        raise rollout.failure.exception or TimeoutError(rollout.failure.text)
-
-
-def raise_other_failures(rollout: Rollout) -> None:
-    """Raise a rollout's failure as soon as it ends, unless it is a `vf.Error`, so that the others are cancelled."""
-    raise_unless_kept([rollout])
-
-
-def complete_or_awaitable(work: Callable[[], Coroutine[Any, Any, GenerateOutputs]]) -> GenerateOutputs:
-    """Return results that can be read at once or awaited.
-
-    Without a running loop the work is done here and now. Inside one it starts when the result is awaited, or,
-    for callers of the first generation, when it is first read (the loop then waits).
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _AwaitableOutputs(None, run_blocking(work))
-    return _AwaitableOutputs(work)
-
-
-class _AwaitableOutputs(GenerateOutputs):
-    """GenerateOutputs that may still have to be produced.
-
-    It has a coroutine's methods, since `asyncio.run` and `create_task` take nothing else that can be awaited.
-    """
-
-    _work: Callable[[], Coroutine[Any, Any, GenerateOutputs]] | None
-    _coroutine: Coroutine[Any, Any, GenerateOutputs] | None
-
-    def __init__(
-        self,
-        work: Callable[[], Coroutine[Any, Any, GenerateOutputs]] | None,
-        outputs: Mapping[str, Any] | None = None,
-    ) -> None:
-        dict.__init__(self, outputs or {})
-        object.__setattr__(self, "_work", work)
-        object.__setattr__(self, "_coroutine", None)
-
-    async def _awaited(self) -> GenerateOutputs:
-        work = self._take_work()
-        if work is not None:
-            self.update(await work())
-        return self
-
-    def _take_work(self) -> Callable[[], Coroutine[Any, Any, GenerateOutputs]] | None:
-        work = self._work
-        object.__setattr__(self, "_work", None)
-        return work
-
-    def _started(self) -> Coroutine[Any, Any, GenerateOutputs]:
-        if self._coroutine is None:
-            object.__setattr__(self, "_coroutine", self._awaited())
-        assert self._coroutine is not None
-        return self._coroutine
-
-    def _complete(self) -> None:
-        work = self._take_work()
-        if work is not None:
-            self.update(run_blocking(work))
-
-    def __await__(self) -> Generator[Any, Any, GenerateOutputs]:
-        return self._awaited().__await__()
-
-    def send(self, value: Any) -> Any:
-        return self._started().send(value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._started().throw(*error)
-
-    def close(self) -> None:
-        if self._coroutine is not None:
-            self._coroutine.close()
-
-    def __getattr__(self, name: str) -> Any:
-        self._complete()
-        return super().__getattr__(name)
-
-    # asyncio.gather keeps what it is given in a dict
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-def _completing(name: str) -> Callable[..., Any]:
-    read = getattr(dict, name)
-
-    def complete_and_read(self: _AwaitableOutputs, *args: Any) -> Any:
-        self._complete()
-        return read(self, *args)
-
-    return complete_and_read
-
-
-for _name in ("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__repr__"):
-    setattr(_AwaitableOutputs, _name, _completing(_name))
-for _name in ("copy", "get", "items", "keys", "values"):
-    setattr(_AwaitableOutputs, _name, _completing(_name))
-
-
-def to_dataset(results: Mapping[str, Any], state_columns: Sequence[str] | None = None) -> Dataset:
-    """Return results as a Dataset; `average_reward` is over the rollouts of the same prompt."""
-    from datasets import Dataset
-
-    columns: dict[str, Any] = {
-        "prompt": list(results["prompt"]),
-        "completion": [sanitize_tool_calls(completion) for completion in results["completion"]],
-        "answer": list(results["answer"]),
-        "task": list(results["task"]),
-    }
-    if results["reward"]:
-        prompts = [json.dumps(prompt, sort_keys=True, default=str) for prompt in results["prompt"]]
-        rewards: dict[str, list[float | None]] = {}
-        for prompt, reward in zip(prompts, results["reward"], strict=True):
-            rewards.setdefault(prompt, []).append(reward)
-        columns["reward"] = list(results["reward"])
-        columns["average_reward"] = [mean_of_scored(rewards[prompt]) for prompt in prompts]
-    if any(results.get("info") or []):
-        columns["info"] = list(results["info"])
-    columns.update(results["metrics"])
-    for name in state_columns or []:
-        columns[name] = [plain(state.get(name)) for state in results["state"]]
-    return Dataset.from_dict(columns)
+def conversation_of(state: State) -> Any:
+    """Return the whole conversation so far: what the newest step saw and said, and the environment's last word."""
+    final = state.get("final_env_response")
+    trajectory = state["trajectory"]
+    said = joined(trajectory[-1]["prompt"], trajectory[-1]["completion"]) if trajectory else state["prompt"]
+    return joined(said, final) if final else said

@@ -20,10 +20,8 @@ from verifiers.parsers.messages import sanitize_tool_calls
 from verifiers.rollouts.rollout import Turn
 from verifiers.types import (
     MessageRecord,
-    Messages,
     MessageType,
     ModelResponse,
-    ProcessedOutputs,
     State,
     message_field,
 )
@@ -33,10 +31,9 @@ __all__ = [
     "chat_tokens",
     "completion_logprobs",
     "completion_tokens",
-    "object_tokens",
+    "cut",
     "process_chat",
     "process_completion",
-    "process_results",
     "step_tokens",
 ]
 
@@ -91,20 +88,6 @@ def completion_logprobs(response: ModelResponse) -> list[float]:
     return [float(value) for value in values]
 
 
-def object_tokens(
-    response: ModelResponse, message_type: MessageType
-) -> tuple[list[int], list[int], list[float]] | None:
-    """Return prompt ids, sampled ids and log-probs of an SDK's response; None where one of them is missing."""
-    prompt_ids = _sent_ids(response)
-    is_chat = message_type == "chat"
-    try:
-        completion_ids = (chat_tokens if is_chat else completion_tokens)(response)
-        logprobs = (chat_logprobs if is_chat else completion_logprobs)(response)
-    except (MissingTokenIdsError, TypeError, ValueError):
-        return None
-    return None if prompt_ids is None else (prompt_ids, completion_ids, logprobs)
-
-
 def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
     """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids.
 
@@ -112,17 +95,22 @@ def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str,
         prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs (nats), overlong_prompt,
         is_truncated.
     """
-    found = object_tokens(response, message_type)
-    if found is None:
+    prompt_ids = _sent_ids(response)
+    is_chat = message_type == "chat"
+    try:
+        completion_ids = (chat_tokens if is_chat else completion_tokens)(response)
+        logprobs = (chat_logprobs if is_chat else completion_logprobs)(response)
+    except (MissingTokenIdsError, TypeError, ValueError):
         return None
-    prompt_ids, completion_ids, logprobs = found
+    if prompt_ids is None:
+        return None
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": [0] * len(prompt_ids),
         "completion_ids": completion_ids,
         "completion_mask": [1] * len(completion_ids),
         "completion_logprobs": logprobs,
-        "overlong_prompt": getattr(response, "id", None) == "overlong-prompt",
+        "overlong_prompt": _is_overlong(response),
         "is_truncated": getattr(response.choices[0], "finish_reason", None) == "length",
     }
 
@@ -355,38 +343,8 @@ def process_completion(
     return held.lists()
 
 
-# -- many rollouts --------------------------------------------------------------------------------------------
-
-
-def process_results(
-    process: Callable[[Messages, Messages, State], TokenLists],
-    prompts: Sequence[Messages],
-    completions: Sequence[Messages],
-    states: Sequence[State],
-    rewards: Sequence[float],
-    max_seq_len: int = -1,
-    mask_truncated_completions: bool = False,
-    zero_truncated_completions: bool = False,
-) -> ProcessedOutputs:
-    """Return the token lists of many rollouts, cut to `max_seq_len` tokens of prompt and completion together.
-
-    Args:
-        process: gives the token lists of one rollout.
-        max_seq_len: -1 never cuts.
-        mask_truncated_completions: a completion that was cut gets mask 0 throughout.
-        zero_truncated_completions: a completion that was cut gets reward 0.
-    """
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs", "rewards")
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    for prompt, completion, state, reward in zip(prompts, completions, states, rewards, strict=True):
-        lists = process(prompt, completion, state)
-        is_cut = 0 < max_seq_len < len(lists[0]) + len(lists[2])
-        if is_cut:
-            prompt_ids = lists[0][:max_seq_len]
-            room = max_seq_len - len(prompt_ids)
-            mask = [0] * min(room, len(lists[3])) if mask_truncated_completions else lists[3][:room]
-            lists = prompt_ids, lists[1][:max_seq_len], lists[2][:room], mask, lists[4][:room]
-        reward = 0.0 if is_cut and zero_truncated_completions else reward
-        for name, values in zip(names, (*lists, reward), strict=True):
-            columns[name].append(values)
-    return ProcessedOutputs(**columns)
+def cut(lists: TokenLists, max_seq_len: int, mask_truncated: bool) -> TokenLists:
+    """Return the first `max_seq_len` tokens of prompt and completion; the latter's get mask 0 where that is asked."""
+    room = max(0, max_seq_len - len(lists[0]))
+    mask = [0] * len(lists[3][:room]) if mask_truncated else lists[3][:room]
+    return lists[0][:max_seq_len], lists[1][:max_seq_len], lists[2][:room], mask, lists[4][:room]

@@ -14,8 +14,8 @@ from verifiers.types import Record
 
 __all__ = [
     "ToolDef",
-    "ToolDefs",
     "convert_func_to_tool_def",
+    "tool_defs_of",
 ]
 
 
@@ -71,22 +71,8 @@ def convert_func_to_tool_def(func: Callable[..., Any]) -> ToolDef:
     return ToolDef.model_validate(convert_func_to_oai_tool(func))
 
 
-def tool_defs_of(tools: Iterable[Any]) -> list[Any]:
-    """Return the tools as `ToolDef`s; a list that holds nothing else is returned itself."""
-    if isinstance(tools, list) and all(isinstance(tool, ToolDef) for tool in tools):
+def tool_defs_of(tools: Iterable[Any] | None) -> list[Any] | None:
+    """Return the tools as `ToolDef`s; a list that holds nothing else is returned itself, and so is None."""
+    if tools is None or (isinstance(tools, list) and all(isinstance(tool, ToolDef) for tool in tools)):
         return tools
     return [ToolDef.model_validate(tool) for tool in tools]
-
-
-class ToolDefs:
-    """The attribute `tool_defs` of environments: the list of their `oai_tools`, its items `ToolDef`s."""
-
-    def __get__(self, env: Any, owner: type | None = None) -> Any:
-        if env is None:
-            return self
-        if env.oai_tools is not None:
-            env.oai_tools = tool_defs_of(env.oai_tools)
-        return env.oai_tools
-
-    def __set__(self, env: Any, tools: Iterable[Any] | None) -> None:
-        env.oai_tools = None if tools is None else tool_defs_of(tools)

@@ -41,15 +41,23 @@ CLASSIC_CALLS = (
     "generate_sync", "get_prompt_messages", "init_state", "make_dataset", "max_turns_reached",
     "parse_chat_completion_logprobs", "parse_chat_completion_tokens", "parse_completion_logprobs",
     "parse_completion_tokens", "process_chat_format_vllm", "process_completion_format_vllm", "process_env_results",
-    "process_env_results_vllm", "prompt_too_long", "render_completion", "rollout", "tool_defs",
+    "process_env_results_vllm", "prompt_too_long", "render_completion", "rollout",
 )  # fmt: skip
-CLASSIC_METHODS = frozenset(
-    {
-        "add_model_response", "add_trajectory_step", "env_response", "get_model_response", "get_prompt_messages",
-        "init_state", "is_completed", "max_turns_reached", "post_rollout", "prompt_too_long", "render_completion",
-        "rollout", "run_rollouts", "tool_defs",
-    }
-)  # fmt: skip
+PRESENT_FIRST = {
+    "env_response": "messages", "get_model_response": "state", "is_completed": "state", "post_rollout": "state",
+    "run_rollouts": "requests",
+}  # fmt: skip
+"""The first parameter of methods of the present interface that had another one in verifiers 0.1.x."""
+
+CLASSIC_METHODS = PRESENT_FIRST.keys() | {
+    "add_model_response", "add_trajectory_step", "get_prompt_messages", "init_state", "max_turns_reached",
+    "prompt_too_long", "render_completion", "rollout",
+}  # fmt: skip
+
+
+def is_state_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a method is called with the state first."""
+    return isinstance(args[0], Mapping) if args else "state" in kwargs and "messages" not in kwargs
 
 
 def _or_classic(is_present: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Callable[[F], F]:
@@ -70,16 +78,28 @@ def _or_classic(is_present: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -
     return decorate
 
 
-def _state_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return isinstance(args[0], Mapping) if args else "state" in kwargs and "messages" not in kwargs
-
-
-by_state = _or_classic(_state_first)
+by_state = _or_classic(is_state_call)
 by_requests = _or_classic(lambda args, kwargs: len(args) + len(kwargs) == 2)
 
 
+def _is_classic(name: str, method: Any, parameters: Sequence[str]) -> bool:
+    # a mock has any attribute
+    if getattr(method, "is_present", False) is True:
+        return False
+    if name == "env_response":
+        return "tuple" in str(getattr(method, "__annotations__", {}).get("return", "")).lower()
+    return name not in PRESENT_FIRST or list(parameters[:1]) != [PRESENT_FIRST[name]]
+
+
+def _parameters(method: Any) -> list[str]:
+    try:
+        return list(inspect.signature(method).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
 class _ClassicCall:
-    """A method or attribute of `verifiers.classic.environment_api.ClassicCalls`."""
+    """A method of `verifiers.classic.environment_api.ClassicCalls`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -87,8 +107,7 @@ class _ClassicCall:
     def __get__(self, env: Any, owner: Any = None) -> Any:
         from verifiers.classic.environment_api import ClassicCalls
 
-        found: Any = inspect.getattr_static(ClassicCalls, self._name)
-        return found.__get__(env, owner)
+        return vars(ClassicCalls)[self._name].__get__(env, owner)
 
 
 class Environment(ClassicCalls):
@@ -130,11 +149,6 @@ class Environment(ClassicCalls):
         tool_defs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        for cls in type(self).__mro__:
-            if cls is Environment:
-                break
-            # methods may have been assigned to a class after it was made
-            _adapt(cls)
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         set_extra_keywords(self, kwargs, ("env_id", "env_args", "client", "model"))
         if rubric is not None and not hasattr(rubric, "score_rollout"):
@@ -293,6 +307,20 @@ class Environment(ClassicCalls):
             logger=getattr(self, "logger", None),
         )
 
+    @property
+    def tool_defs(self) -> Any:
+        """`oai_tools`, its items as `vf.Tool`s; given as those, or as dicts of name, description, parameters."""
+        from verifiers.classic.tool_defs import tool_defs_of
+
+        self.oai_tools = tool_defs_of(self.oai_tools)
+        return self.oai_tools
+
+    @tool_defs.setter
+    def tool_defs(self, tools: Any) -> None:
+        from verifiers.classic.tool_defs import tool_defs_of
+
+        self.oai_tools = tool_defs_of(tools)
+
     async def teardown(self) -> None:
         """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.lifecycle.run_teardown`."""
         await run_teardown(self)
@@ -301,38 +329,23 @@ class Environment(ClassicCalls):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _adapt(cls)
+        for base in reversed(cls.__mro__):
+            if base is not cls and issubclass(base, Environment):
+                continue
+            own = {name: vars(base)[name] for name in CLASSIC_METHODS & vars(base).keys()}
+            names = [name for name, method in own.items() if _is_classic(name, method, _parameters(method)[1:])]
+            if names:
+                from verifiers.classic.adapt import adapt
+
+                adapt(base, names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in CLASSIC_METHODS:
+        super().__setattr__(name, value)
+        if name in CLASSIC_METHODS and name != "env_response" and _is_classic(name, value, _parameters(value)):
             from verifiers.classic.adapt import set_on
 
             set_on(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
 
 for _name in CLASSIC_CALLS:
     setattr(Environment, _name, _ClassicCall(_name))
-
-
-def _adapt(cls: Any) -> None:
-    """Put the wrappers of `verifiers.classic.adapt` on methods of a class that are written for verifiers 0.1.x."""
-    if any(_is_classic(name, vars(cls)[name]) for name in CLASSIC_METHODS & vars(cls).keys()):
-        from verifiers.classic.adapt import adapt
-
-        adapt(cls)
-
-
-def _is_classic(name: str, method: Any) -> bool:
-    if getattr(method, "is_present", False):
-        return False
-    code = getattr(method, "__code__", None)
-    first = code.co_varnames[1:2] if code is not None else ()
-    if name in ("is_completed", "get_model_response", "post_rollout"):
-        return first != ("state",)
-    if name == "run_rollouts":
-        return first != ("requests",)
-    if name == "env_response":
-        return "uple" in str(getattr(method, "__annotations__", {}).get("return", ""))
-    return True
