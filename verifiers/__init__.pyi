@@ -12,11 +12,10 @@ from .envs.env_group import EnvGroup as EnvGroup
 from .envs.environment import Environment as Environment
 from .envs.external_env import ExternalEnv as ExternalEnv
 from .envs.lifecycle import cleanup as cleanup, stop as stop, teardown as teardown
-from .envs.multiturn_env import MultiTurnEnv as MultiTurnEnv
+from .envs.multiturn_env import MultiTurnEnv as MultiTurnEnv, SingleTurnEnv as SingleTurnEnv
 from .envs.program_env import ProgramEnv as ProgramEnv
 from .envs.registry import load_environment as load_environment
 from .envs.sandbox_env import PythonEnv as PythonEnv, SandboxEnv as SandboxEnv
-from .envs.singleturn_env import SingleTurnEnv as SingleTurnEnv
 from .envs.tool_env import StatefulToolEnv as StatefulToolEnv, ToolEnv as ToolEnv
 from .errors import (
     AgentError as AgentError,

@@ -20,7 +20,7 @@ from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.data.curriculum import staged_curriculum_from
 from verifiers.data.row_source import StagedRows
 from verifiers.envs.env_group import EnvGroup
-from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, InfraError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.integrations import dataserver_client

@@ -20,7 +20,6 @@ def _moved(module: str, home: str, names: str) -> dict[str, str]:
 
 
 _LATE = "verifiers.classic.late_names"
-_MONITORS = "verifiers.classic.monitor_rubrics"
 _LATE_TYPES = (
     "DatasetBuilder GenerateMetadata GroupRewardFunc ImageUrlContentPart IndividualRewardFunc InputAudioContentPart "
     "Response RolloutOutput RolloutTiming TextContentPart TrajectoryStepTokens"
@@ -28,7 +27,7 @@ _LATE_TYPES = (
 
 CLASSIC_NAMES = {
     # verifiers and verifiers.types
-    **_moved("verifiers", "verifiers.envs.sandbox_client", "SandboxState"),
+    **_moved("verifiers", "verifiers.envs.sandbox_env", "SandboxState"),
     **_moved("verifiers", _LATE, "MissingKeyError ensure_keys log_level quiet_verifiers"),
     **_moved("verifiers", "verifiers.errors", "InvalidModelResponseError"),
     "verifiers:Client": "openai:AsyncOpenAI",
@@ -38,7 +37,7 @@ CLASSIC_NAMES = {
     **_moved("verifiers", _LATE, _LATE_TYPES),
     **_moved("verifiers.types", _LATE, _LATE_TYPES),
     # modules that have gone
-    **_moved("verifiers.clients", "verifiers.classic.clients", "setup_client"),
+    **_moved("verifiers.clients", _LATE, "setup_client"),
     "verifiers.clients:Client": "openai:AsyncOpenAI",
     "verifiers.clients.client:Client": "openai:AsyncOpenAI",
     **_moved("verifiers.decorators", "verifiers.envs.lifecycle", "stop cleanup teardown"),
@@ -46,11 +45,12 @@ CLASSIC_NAMES = {
     **_moved("verifiers.envs.experimental.gym_env", "verifiers.rubrics.shaping", "EpisodicSumRubric"),
     **_moved("verifiers.envs.experimental.mcp_env", "verifiers.integrations.mcp", "MCPEnv MCPServerConfig"),
     **_moved("verifiers.envs.integrations.openenv_env", "verifiers.integrations.openenv", "OpenEnvEnv"),
-    **_moved("verifiers.envs.multiturn_env", _MONITORS, "MultiTurnMonitorRubric"),
+    **_moved("verifiers.envs.multiturn_env", _LATE, "MultiTurnMonitorRubric"),
     **_moved("verifiers.envs.python_env", "verifiers.envs.sandbox_env", "PythonEnv"),
-    **_moved("verifiers.envs.sandbox_env", _MONITORS, "SandboxMonitorRubric"),
+    **_moved("verifiers.envs.sandbox_env", _LATE, "SandboxMonitorRubric"),
+    **_moved("verifiers.envs.singleturn_env", "verifiers.envs.multiturn_env", "SingleTurnEnv"),
     **_moved("verifiers.envs.stateful_tool_env", "verifiers.envs.tool_env", "StatefulToolEnv"),
-    **_moved("verifiers.envs.tool_env", _MONITORS, "ToolMonitorRubric"),
+    **_moved("verifiers.envs.tool_env", _LATE, "ToolMonitorRubric"),
     **{
         f"{package}.{name}": f"verifiers.integrations.{name.replace(old, new)}"
         for package in ("verifiers.envs", "verifiers.envs.integrations")
@@ -65,8 +65,8 @@ CLASSIC_NAMES = {
     **_moved("verifiers.scripts.eval", "verifiers.cli.evaluate", "main"),
     **_moved("verifiers.utils.async_utils", "verifiers.envs.lifecycle", "maybe_await"),
     **_moved("verifiers.utils.async_utils", _LATE, "maybe_semaphore"),
-    **_moved("verifiers.utils.client_utils", "verifiers.classic.clients", "setup_client"),
-    "verifiers.utils.client_utils:setup_openai_client": "verifiers.classic.clients:setup_client",
+    **_moved("verifiers.utils.client_utils", _LATE, "setup_client"),
+    "verifiers.utils.client_utils:setup_openai_client": f"{_LATE}:setup_client",
     **_moved("verifiers.utils.config_utils", _LATE, "MissingKeyError ensure_keys"),
     **_moved(
         "verifiers.utils.data_utils",
@@ -88,7 +88,7 @@ CLASSIC_NAMES = {
     **_moved("verifiers.utils.message_utils", _LATE, "concat_messages sanitize_tool_calls"),
     "verifiers.utils.message_utils:normalize_messages": "verifiers.types:as_messages",
     **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message"),
-    "verifiers.utils.save_utils:make_dataset": "verifiers.classic.environment_api:to_dataset",
+    "verifiers.utils.save_utils:make_dataset": "verifiers.classic.outputs:to_dataset",
     **_moved("verifiers.utils.tool_utils", "verifiers.classic.tool_defs", "convert_func_to_tool_def"),
     **_moved("verifiers.utils.tool_utils", "verifiers.envs.tools", "convert_func_to_oai_tool"),
 }

@@ -56,11 +56,7 @@ def tools_of_info(info: Mapping[str, Any]) -> list[Any] | None:
 
 
 def offered_tools(state: Mapping[str, Any], default: list[Any] | None) -> list[Any] | None:
-    """Return the tools of the next model call: what the environment has set in the state, else those it began with.
-
-    Args:
-        default: the environment's, for a state that names none.
-    """
+    """Return the tools of the next model call: what was set in the state, those it began with, or the default."""
     named = [tools for name in ("tool_defs", "oai_tools") if (tools := state.get(name)) is not None]
     own = [tools for tools in named if type(tools) is not OfferedTools]
     return own[0] if own else next((tools for tools in named if tools), default)
@@ -154,7 +150,7 @@ async def call_model(
 
 
 class _Step(dict[str, Any]):
-    """An answer of the policy as a step of the trajectory; its `tokens` are made when they are read."""
+    """A step of the trajectory, whose `tokens` are made when they are read."""
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)

@@ -265,16 +265,10 @@ class Environment(ClassicCalls):
     async def run_rollouts(self, requests: Sequence[RolloutRequest], run: Run) -> list[Rollout]:
         """Play every request side by side, each by calls of its own, under the run's semaphore.
 
-        Training, evaluation and the classic calls ask this method for their rollouts, so an override takes effect in
-        all of them. It may change requests (`dataclasses.replace`) and call `super().run_rollouts` again: a rollout
-        that is played a second time continues its trace. Failures are outcomes of their rollouts.
-
-        Args:
-            requests: what is scored together: the rollouts of a prompt, or fewer.
-            run: the policy and the limits that all rollouts share.
-
-        Returns:
-            One rollout for each request, in order, without scores.
+        Training, evaluation and the classic calls ask this method for what is scored together: the rollouts of a
+        prompt, or fewer. So an override takes effect in all of them. It may change requests (`dataclasses.replace`)
+        and call `super().run_rollouts` again: a rollout that is played a second time continues its trace. It returns
+        one rollout for each request, in order, without scores; failures are outcomes of their rollouts.
         """
         return await gather_owned([play(self, request, run) for request in requests])
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
+from verifiers.envs import names_of_classic
 from verifiers.envs.conversation import add_response, ask_model, begin_turns, said_so_far
 from verifiers.envs.environment import Environment, by_state
 from verifiers.envs.lifecycle import marked_methods, maybe_await
@@ -15,7 +16,7 @@ from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Messages, State, joined
 
-__all__ = ["MultiTurnEnv", "note_error"]
+__all__ = ["MultiTurnEnv", "SingleTurnEnv", "change", "note_error"]
 
 
 def note_error(state: State, error: Error) -> None:
@@ -174,10 +175,16 @@ def change(state: State, entries: Mapping[str, Any] | None) -> None:
         state.update(entries)
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        # asked by `from ... import`
-        raise AttributeError(name)
-    from verifiers.classic.import_paths import classic_name
+class SingleTurnEnv(MultiTurnEnv):
+    """An environment that wants one answer of the policy and scores it."""
 
-    return classic_name(__name__, name)
+    def __init__(self, **kwargs: Unpack[EnvironmentOptions]) -> None:
+        super().__init__(**kwargs)
+        self.max_turns = 1
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+        """Return an empty reply, for code that calls this directly; the loop never does."""
+        return [{"role": "user", "content": ""}], state
+
+
+__getattr__ = names_of_classic(__name__)

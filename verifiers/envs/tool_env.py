@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.concurrency import gather_owned
+from verifiers.envs import names_of_classic
 from verifiers.envs.environment import by_state
 from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv
@@ -297,10 +298,4 @@ def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:
     return "\n".join(part for part in (text, *notes) if part) or "[no output]"
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        # asked by `from ... import`
-        raise AttributeError(name)
-    from verifiers.classic.import_paths import classic_name
-
-    return classic_name(__name__, name)
+__getattr__ = names_of_classic(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 
 from verifiers.data.curriculum import Curriculum
 from verifiers.data.row_source import PlannedBlock, StagedRows
-from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, Error, GradingError
 from verifiers.integrations.dataserver_client import (
     MAX_ATTEMPTS,
