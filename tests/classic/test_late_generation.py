@@ -267,15 +267,6 @@ async def test_an_error_of_one_rollout_is_kept_in_its_state_and_the_others_have_
     assert results.metadata.avg_error == pytest.approx(1 / 3)
 
 
-async def test_other_errors_and_errors_of_every_rollout_are_raised(rows: Rows, client: FakeClient) -> None:
-    with pytest.raises(vf.SandboxError, match="gone"):
-        await Breaks(dataset=rows[1:2]).evaluate(client, "m")
-    env = Breaks(dataset=rows)
-    env.error = KeyError("oops")
-    with pytest.raises(KeyError, match="oops"):
-        await env.evaluate(client, "m")
-
-
 async def test_results_have_the_fields_of_the_second_generation(rows: Rows, client: FakeClient) -> None:
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda completion: 0.5]), env_id="my-env")
     results = await env.evaluate(client, "m", {"temperature": 0.5}, rollouts_per_example=2)

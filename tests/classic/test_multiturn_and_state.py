@@ -16,7 +16,7 @@ import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
-from verifiers.testing import FakeClient, Fault
+from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey, as_message
 
 Rows = list[dict[str, Any]]
@@ -383,12 +383,6 @@ async def test_a_text_under_error_is_the_environments_own_business(client: FakeC
     assert (rollout.outcome, rollout.turns, rollout.reward) == (Outcome.COMPLETED, 2, 1.0)
 
 
-async def test_a_failing_endpoint_is_a_provider_error_with_what_was_said_before(rows: Rows) -> None:
-    client = FakeClient("hm", faults=[None, Fault(401)])
-    rollout = await run(Talks(max_turns=3, dataset=rows), client)
-    assert (rollout.outcome, contents(rollout.completion)) == (Outcome.PROVIDER_ERROR, ["hm", "more"])
-
-
 async def test_an_overlong_prompt_is_truncated_wherever_it_is_raised(client: FakeClient, rows: Rows) -> None:
     class Env(vf.MultiTurnEnv):
         async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
@@ -397,15 +391,6 @@ async def test_an_overlong_prompt_is_truncated_wherever_it_is_raised(client: Fak
     rollout = await run(Env(dataset=rows, rubric=vf.Rubric([lambda completion: 1.0])), client)
     assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)
     assert (rollout.state["error"], rollout.state["stop_condition"]) == (None, "prompt_too_long")
-
-
-async def test_a_mistake_in_the_settings_is_raised_not_stored(client: FakeClient, rows: Rows) -> None:
-    class Env(vf.MultiTurnEnv):
-        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            raise vf.ConfigError("level must be positive")
-
-    with pytest.raises(vf.ConfigError, match="level must be positive"):
-        await Env(dataset=rows).rollout({"prompt": ASK}, client, "m")
 
 
 async def test_a_rollout_that_ends_on_the_environments_reply_keeps_it(client: FakeClient, rows: Rows) -> None:

@@ -38,9 +38,6 @@ def test_expressions_have_as_many_operations_as_asked_for_and_their_value(steps:
     ("name", "arguments", "told"),
     [
         ("add", {"a": 2, "b": 40}, "42"),
-        ("subtract", {"a": 2, "b": 40}, "-38"),
-        ("multiply", {"a": 2, "b": 40}, "80"),
-        ("remainder", {"a": -1, "b": 40}, "39"),
         ("remainder", {"a": 2, "b": 0}, "b must be 1 or more"),
         ("divide", {"a": 2, "b": 1}, "There is no tool 'divide'"),
         ("add", {"a": 2}, "b"),
@@ -52,11 +49,6 @@ def test_a_tool_says_its_result_or_what_is_wrong(name: str, arguments: dict[str,
     assert result["tool_call_id"] == "one"
     assert told in result["content"]
     assert (rollout.reward, rollout.metrics["total_tool_calls"]) == (1.0, 1.0)
-
-
-def test_numbers_that_grow_without_bound_are_refused() -> None:
-    with pytest.raises(ValueError, match="too large"):
-        arithmetic_tools.multiply(1 << 20_000, 3)
 
 
 def test_the_answer_may_have_separators_of_thousands_but_must_be_in_the_last_message() -> None:

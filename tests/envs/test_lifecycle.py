@@ -77,30 +77,6 @@ def test_a_teardown_that_hangs_is_left_behind_with_a_warning_and_keeps_no_other_
     assert "@vf.teardown did not end within 0.2 s" in caplog.text
 
 
-def test_a_member_that_hangs_keeps_neither_the_others_nor_the_group_from_ending(hanging: Hanging) -> None:
-    class Group(vf.EnvGroup):
-        ended = threading.Event()
-
-        @vf.teardown
-        def end(self) -> None:
-            self.ended.set()
-
-    class Late(Hanging):
-        async def teardown(self) -> None:
-            # the group's thread comes to it before its own does
-            await asyncio.sleep(0.1)
-            await super().teardown()
-
-    tidy, late = Tidy(), Late()
-    group = Group([hanging, late, tidy], ["hanging", "late", "tidy"])
-    tear_down([group], within_s=0.3)
-    assert hanging.begun.wait(30)
-    assert tidy.has_ended.wait(30)
-    assert group.ended.wait(30)
-    assert tidy.ended == 1
-    late.over.set()
-
-
 def test_a_teardown_that_was_done_is_not_done_again() -> None:
     tidy = Tidy()
     asyncio.run(run_teardown(tidy))

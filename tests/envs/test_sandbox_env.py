@@ -215,30 +215,6 @@ async def test_states_hold_the_sandboxes_id_and_times_alone(opened: Any) -> None
     assert isinstance(rollout.state["sandbox_id"], str)
 
 
-async def test_the_policy_neither_sees_nor_sets_the_sandbox_id(opened: Any) -> None:
-    env = vf.SandboxEnv(eval_dataset=ROWS)
-    (tool,) = env.oai_tools or ()
-    assert list(tool["function"]["parameters"]["properties"]) == ["command"]
-    call = {"name": "bash", "arguments": {"command": "ls", "sandbox_id": "another"}}
-    rollout = await run_one(env, {"tool_calls": [call]}, "done")
-    assert "sandbox_id is not a parameter" in replies(rollout.completion)[0]
-
-
-async def test_subclasses_add_tools_that_take_the_sandbox_id(opened: Any) -> None:
-    class More(vf.SandboxEnv):
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.add_tool(self.list_files, args_to_skip=["sandbox_id"])
-
-        async def list_files(self, path: str, sandbox_id: str) -> str:
-            """List the files."""
-            return await self.bash(f"ls {path}", sandbox_id)
-
-    call = {"name": "list_files", "arguments": {"path": "/"}}
-    rollout = await run_one(More(eval_dataset=ROWS), {"tool_calls": [call]}, "done")
-    assert replies(rollout.completion) == ["ran ls /"]
-
-
 async def test_teardown_closes_what_was_left_open(opened: Any) -> None:
     env = vf.SandboxEnv(eval_dataset=ROWS)
     state = vf.State()

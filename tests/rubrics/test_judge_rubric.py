@@ -229,14 +229,11 @@ async def test_a_verdict_that_stays_unreadable_is_a_failed_grade() -> None:
     ("text", "verdict"),
     [
         ("yes", True),
-        ("**No**.", False),
         ("Yes, there is no doubt.", True),
         ("No doubt about it: yes", None),
         ("There is no doubt. The answer is: Yes!", True),
-        ("I say yes to that one.", True),
         ("<think>yes? no.</think> yes", True),
         ("maybe", None),
-        ("It may be yes or no, who knows", None),
         ("nothing yesterday", None),
     ],
 )
@@ -303,14 +300,6 @@ def test_the_default_client_serves_any_endpoint_on_any_event_loop(monkeypatch: p
     assert len(server.requests) == 13
     keys = {request.headers["authorization"] for request in server.requests}
     assert keys == {"Bearer EMPTY"}, "OpenAI's key is sent to nobody else"
-
-
-def test_the_default_client_takes_base_url_and_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeOpenAIServer("yes") as server:
-        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-        monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
-        assert asyncio.run(vf.JudgeRubric().judge(**ROW, state=State())) == "yes"
-    assert server.requests[0].headers["authorization"] == "Bearer sk-of-openai"
 
 
 @pytest.mark.parametrize("kind", ["OpenAI", "AsyncOpenAI"])

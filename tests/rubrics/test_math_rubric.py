@@ -51,15 +51,12 @@ def test_its_functions_and_parser_are_the_classic_ones() -> None:
     ("completion", "answer", "reward"),
     [
         (thought("42"), "42", 1.0),
-        (thought("42"), 42, 1.0),
         (thought("\\frac{1}{2}"), 0.5, 1.0),
         (thought("2\\sqrt{2}"), "\\sqrt{8}", 1.0),
-        (thought("2\\sqrt{3}"), "\\sqrt{8}", 0.0),
         (thought("41"), "42", 0.0),
         ([{"role": "assistant", "content": "\\boxed{42}"}], "42", 0.0),
         ([{"role": "assistant", "content": "</think> 42"}], "42", 1.0),
         ([], "42", 0.0),
-        (thought("42"), None, 0.0),
         (thought("1" * 1001), "42", 0.0),
     ],
 )

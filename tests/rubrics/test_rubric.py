@@ -130,22 +130,11 @@ async def test_the_reward_is_the_weighted_sum_and_metrics_of_one_name_add_up() -
     assert scored["timing"]["scoring_ms"] > 0
 
 
-async def test_two_lambdas_are_two_metrics() -> None:
-    rubric = Rubric([lambda: 1.0, half, lambda: 2.0])
-    (score,) = await rubric.score_group([state()])
-    assert score.metrics == {"lambda_1": 1.0, "half": 0.5, "lambda_2": 2.0}
-    assert rubric.get_reward_func_names() == ["lambda_1", "half", "lambda_2"]
-    assert Rubric([lambda: 1.0]).get_reward_func_names() == ["<lambda>"]
-
-
 @pytest.mark.parametrize(
     ("result", "text"),
     [
         (None, "GradingError: returned None, not a finite number"),
         (float("nan"), "GradingError: returned nan, not a finite number"),
-        (float("-inf"), "GradingError: returned -inf, not a finite number"),
-        ("much", "GradingError: returned 'much', not a finite number"),
-        (10**400, "not a finite number"),
     ],
 )
 async def test_a_result_that_is_no_finite_number_is_a_failed_grade(result: Any, text: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.parsers import Parser, XMLParser
 from verifiers.rubrics import Rubric
 from verifiers.types import RolloutScore, State
 
@@ -98,23 +97,6 @@ async def test_rewards_and_metrics_are_summed() -> None:
     assert states[0]["metrics"] == {"half": 1.0, "length": 3.0, "own": 1.0, "quarter": 0.25, "shortest": 0.0}
     assert states[0]["timing"]["scoring_ms"] > 0
     assert all("grading_errors" not in one for one in states)
-
-
-async def test_each_rubric_keeps_its_parser_and_its_objects() -> None:
-    def parsed(parser: Parser, completion: str) -> float:
-        return float(parser.parse_answer(completion))
-
-    def of_level(level: float = 0.0) -> float:
-        return level
-
-    first, second = Rubric(funcs=[parsed, of_level], parser=XMLParser(["answer"])), Rubric(funcs=[parsed, of_level])
-    second.add_class_object("level", 100.0)
-    group = vf.RubricGroup([first, second])
-    assert group.parser is first.parser
-    scored = state(completion="<answer>3</answer>")
-    await group.score_group([scored])
-    assert scored["grading_errors"][0]["func"] == "parsed"
-    assert scored["metrics"] == {"parsed": 3.0, "of_level": 100.0}
 
 
 async def test_a_rubric_that_fails_is_noted_and_the_others_count() -> None:

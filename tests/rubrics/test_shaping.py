@@ -26,7 +26,7 @@ def counted(tokens: int) -> Any:
 
 @pytest.mark.parametrize(
     ("tokens", "penalty"),
-    [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0), (10_000, -1.0)],
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (10_000, -1.0)],
 )
 def test_the_penalty_grows_over_the_buffer(tokens: int, penalty: float) -> None:
     func = vf.overlong_penalty(max_tokens=100, buffer_tokens=20)
@@ -103,13 +103,9 @@ CASES = [
     ("so 4 it is</think> <answer> \\boxed{4} </answer>", 4, (1, 1, 1)),
     ("so</think> <answer>The answer is \\boxed{2\\sqrt{2}}.</answer>", "\\sqrt{8}", (1, 1, 1)),
     ("so</think> <answer>5</answer>", "4", (1, 0, 0)),
-    ("so</think> <answer></answer>", "4", (1, 0, 0)),
     ("4", "4", (0, 0, 0)),
     ("so</think><answer>4</answer>", "4", (0, 0, 0)),
-    ("so</think>  <answer>4</answer>", "4", (0, 0, 0)),
-    ("so</think>\n<answer>4</answer>", "4", (0, 0, 0)),
     ("so</think> <answer>4", "4", (0, 0, 0)),
-    ("</answer>so</think> <answer>4", "4", (0, 0, 0)),
     ("a</think> <answer>5</answer> no: </think> <answer>4</answer>", "4", (1, 1, 1)),
     ("so</think> <answer>4</answer>", ["3", "4"], (1, 1, 1)),
 ]

@@ -50,6 +50,7 @@ __all__ = ["ClassicCalls", "classic_call", "conversation_of", "next_prompt"]
 
 def classic_call(method: Callable[..., Any], env: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the present interface with the arguments of the first generation."""
+    calls: dict[str, Callable[..., Any]]
     calls = {"is_completed": _is_completed, "run_rollouts": _run_rollouts, "get_model_response": _get_model_response}
     return calls[method.__name__](method, env, *args, **kwargs)
 
@@ -253,7 +254,7 @@ class ClassicCalls:
                 in its rollout's state, and raised only where every rollout failed.
         """
         ignore_keywords(self, kwargs, ClassicCalls.a_generate)
-        started = time.time()
+        started, rubric = time.time(), self.rubric
         client = client if client is not None else getattr(self, "client", None)
         model = model if model is not None else getattr(self, "model", None)
         if client is None or model is None:
@@ -264,7 +265,7 @@ class ClassicCalls:
         most_scored = max_concurrent if max_concurrent_scoring is None else max_concurrent_scoring
         scoring = Limiter(most_scored or -1)
         requests = requests_of(rows_of(inputs))
-        in_groups = score_rollouts and getattr(self.rubric, "has_group_funcs", False) is True
+        in_groups = score_rollouts and getattr(rubric, "has_group_funcs", False) is True
         interleaved = in_groups or (score_rollouts and interleave_scoring)
         raise_unless_kept = functools.partial(raise_failure, kept=Error)
 
@@ -291,7 +292,7 @@ class ClassicCalls:
             if score_rollouts and not interleaved:
                 played = [rollout for rollout in rollouts if rollout.failure is None]
                 states = [rollout.state for rollout in played]
-                scores = await scores_by_columns(self.rubric, states, max_concurrent=most_scored)
+                scores = await scores_by_columns(rubric, states, max_concurrent=most_scored)
                 for rollout, score in zip(played, scores, strict=True):
                     rollout.take_score(score)
         return generate_outputs(self, rollouts, score_rollouts, model, client, sampling_args, started)

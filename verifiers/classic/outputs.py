@@ -184,7 +184,7 @@ class _AwaitableOutputs(GenerateOutputs):
     """
 
     _work: Work | None
-    _coroutine: Coroutine[Any, Any, GenerateOutputs]
+    _coroutine: Coroutine[Any, Any, GenerateOutputs] | None
 
     def __init__(self, work: Work) -> None:
         dict.__init__(self)
@@ -208,13 +208,16 @@ class _AwaitableOutputs(GenerateOutputs):
     def __await__(self) -> Generator[Any, Any, GenerateOutputs]:
         return self._awaited().__await__()
 
+    def _started(self) -> Coroutine[Any, Any, GenerateOutputs]:
+        started = self._coroutine or self._awaited()
+        vars(self)["_coroutine"] = started
+        return started
+
     def send(self, value: Any) -> Any:
-        if self._coroutine is None:
-            vars(self)["_coroutine"] = self._awaited()
-        return self._coroutine.send(value)
+        return self._started().send(value)
 
     def throw(self, *error: Any) -> Any:
-        return self._coroutine.throw(*error)
+        return self._started().throw(*error)
 
     def close(self) -> None:
         if self._coroutine is not None:

@@ -153,8 +153,7 @@ async def call_reward_func(
         [[value]] = await reward_values([RewardCall(func)], states, objects)
     if isinstance(value, float):
         return value
-    pairs = zip(rubric.reward_funcs, rubric.reward_weights, strict=True)
-    weights = [weight for own, weight in pairs if own is func]
+    weights = [rubric.reward_weights[place] for place, own in enumerate(rubric.reward_funcs) if own is func]
     is_metric = bool(weights) and not any(weights)
     rubric.record_failure(reward_name(func), [] if is_metric else states, value)
     return math.nan if is_metric else 0.0
@@ -164,8 +163,6 @@ async def bounded_scores(
     rubric: Rubric, states: Sequence[State], score_sem: AbstractAsyncContextManager[Any]
 ) -> list[RolloutScore]:
     """Return the scores of a group, entering `score_sem` around each rollout, or around a group that is compared."""
-    if isinstance(score_sem, contextlib.nullcontext):
-        return await rubric.score_states(states)
     if rubric.has_group_funcs:
         async with score_sem:
             return await rubric.score_states(states)
@@ -182,10 +179,7 @@ async def _plain_scores(
     for task in {arguments_of(state)["task"] for state in states}:
         _refuse_group_funcs(rubric, task)
     score = _without_overrides(_with_class_objects(rubric, extra) if extra else rubric)
-    if gate is None and not rubric.has_group_funcs:
-        scores = await score(states)
-    else:
-        scores = await _each_by_itself(score, states, gate or contextlib.nullcontext())
+    scores = await _each_by_itself(score, states, gate or contextlib.nullcontext())
     for state, of_state in zip(states, scores, strict=True):
         take_failures(state, of_state)
         # of a group of environments, those of all of them
@@ -305,12 +299,7 @@ async def score_by_overrides(self: Rubric, states: Sequence[State]) -> list[Roll
 
 
 async def scores_by_columns(rubric: Any, states: Sequence[State], **extra: Any) -> list[RolloutScore]:
-    """Score rollouts by one call of `rubric.score_rollouts`.
-
-    Raises:
-        GradingError: another number of rewards, or one that is not a finite number.
-        Exception: what the method raises.
-    """
+    """Score rollouts by one call of `rubric.score_rollouts`; a GradingError where it gives no finite reward for each."""
     columns = {**columns_of([arguments_of(state) for state in states]), **extra}
     result = await rubric.score_rollouts(**_accepted(rubric.score_rollouts, columns))
     rewards = [finite_float(reward) for reward in result["reward"]]
@@ -329,10 +318,6 @@ async def _by_score_rollout(
     """Score one rollout by an override of `score_rollout`, with the arguments that it takes.
 
     `score_sem` is given to a method that takes it, and else entered around the call.
-
-    Raises:
-        GradingError: the method gave no reward, or one that is not a finite number.
-        Exception: what the method raises.
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
     names, _ = _parameters_of(rubric.score_rollout)
@@ -391,11 +376,7 @@ async def _noted(
 
 
 def _score_from(result: Any, state: State) -> RolloutScore:
-    """Return the score that an override gave: as its result, or, where that is None, in the state.
-
-    Raises:
-        GradingError: there is no reward, or it is not a finite number.
-    """
+    """Return the score that an override gave: as its result, or, where that is None, in the state."""
     if isinstance(result, (int, float)):
         result = {"reward": result}
     source: Any = state if result is None else result

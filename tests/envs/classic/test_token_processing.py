@@ -99,13 +99,6 @@ def test_an_answer_without_token_ids_is_refused_in_a_sentence_not_by_an_attribut
             parse(response)
 
 
-def test_an_answer_without_logprobs_is_refused_in_a_sentence(env: vf.SingleTurnEnv) -> None:
-    response = SimpleNamespace(choices=[SimpleNamespace(token_ids=[1])])
-    for parse in (env.parse_chat_completion_logprobs, env.parse_completion_logprobs):
-        with pytest.raises(MissingTokenIdsError, match="has no logprobs; ask for them"):
-            parse(response)
-
-
 @pytest.mark.parametrize(
     "tokenizer", [Tokenizer(), TextTokenizer(), MappingTokenizer()], ids=lambda t: type(t).__name__
 )
@@ -239,10 +232,3 @@ def test_what_is_longer_than_the_limit_is_cut_and_counted_as_asked(
     assert outputs.completion_mask == [[1], mask]
     assert [len(values) for values in outputs.completion_logprobs] == [1, 2]
     assert outputs.rewards == [1.0, reward]
-
-
-def test_a_prompt_beyond_the_limit_leaves_no_room_for_an_answer(env: vf.SingleTurnEnv) -> None:
-    outputs = process(env, max_seq_len=4, mask_truncated_completions=True)
-    assert [len(ids) for ids in outputs.prompt_ids] == [4, 4]
-    assert [len(ids) for ids in outputs.prompt_mask] == [4, 4]
-    assert outputs.completion_ids == outputs.completion_mask == outputs.completion_logprobs == [[], []]
