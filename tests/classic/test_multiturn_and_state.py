@@ -7,7 +7,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 from datasets import Dataset
@@ -82,15 +81,6 @@ async def test_a_steps_tokens_are_the_servers(client: FakeClient, rows: Rows) ->
         assert (tokens["is_truncated"], tokens["overlong_prompt"]) == (False, False)
 
 
-async def test_copying_a_state_shares_its_client(client: FakeClient, rows: Rows) -> None:
-    state = await Talks(max_turns=2, dataset=rows).rollout({"prompt": ASK, "example_id": 0}, client, "m")
-    twin = copy.deepcopy(state)
-    assert twin["client"] is client
-    assert twin["completion"] == state["completion"]
-    assert twin["completion"] is not state["completion"]
-    assert type(twin["completion"][0]) is vf.AssistantMessage
-
-
 # -- messages ----------------------------------------------------------------------------------------------------
 
 
@@ -159,13 +149,6 @@ async def test_a_reply_may_be_messages_of_any_kind(client: FakeClient, rows: Row
     assert contents(completion) == ["re: start", "more", "re: more"]
     assert completion[1] == {"role": "user", "content": "more"}
     assert client.requests[1].body["messages"] == [*ASK, {"role": "assistant", "content": "re: start"}, *MORE]
-
-
-async def test_prompts_may_be_objects_too(client: FakeClient, rows: Rows) -> None:
-    said = openai.types.chat.ChatCompletionMessage(role="assistant", content="4")
-    state = await vf.SingleTurnEnv(dataset=rows).rollout({"prompt": [said, *ASK]}, client, "m")
-    assert client.requests[0].body["messages"] == [{"role": "assistant", "content": "4"}, *ASK]
-    assert state["prompt"][0].content == "4"
 
 
 # -- overrides of the second generation ------------------------------------------------------------------------
@@ -246,18 +229,6 @@ async def test_a_model_call_may_be_overridden_in_either_generations_way(client: 
         )
     sent = [request.body["temperature"] for request in client.requests]
     assert sent == [0.5, 0.5, 0.0, 0.1]
-
-
-async def test_what_a_second_generation_state_says_about_the_call_holds(client: FakeClient, rows: Rows) -> None:
-    class Env(Talks):
-        def setup_state(self, state: Any) -> Any:  # type: ignore[override]
-            state["oai_tools"] = [{"type": "function", "function": {"name": "late"}}]
-            state["sampling_args"]["top_p"] = 0.9
-            return state
-
-    await run(Env(max_turns=1, dataset=rows), client)
-    assert client.requests[0].body["tools"][0]["function"]["name"] == "late"
-    assert (client.requests[0].body["top_p"], client.requests[0].body["temperature"]) == (0.9, 0.5)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -121,18 +121,6 @@ def test_sizes_that_cannot_be_are_named(name: str, arguments: dict[str, int]) ->
         pass
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tools_are_valid_definitions(name: str) -> None:
-    with open_environment(name) as env:
-        for tool in env.oai_tools or ():
-            function = tool["function"]
-            assert tool["type"] == "function"
-            assert function["description"]
-            properties = function["parameters"]["properties"]
-            assert all(item.get("description") and item.get("type") for item in properties.values())
-            assert function["parameters"]["required"] == list(properties)
-
-
 ODD_ANSWERS = [
     "",
     "I do not know.",

@@ -84,10 +84,3 @@ def test_the_text_says_every_value_of_the_answer_and_the_example_is_another_one(
         said = [leaf.strip('"') for leaf in leaves if leaf not in ("true", "false", "null")]
         assert all(value in asked for value in said)
         assert sum(leaf == "null" for leaf in leaves) == (level == 4)
-
-
-@pytest.mark.parametrize("arguments", [{"level": 5}, {"examples": -1}, {"num_eval": 100_001}])
-def test_arguments_that_cannot_be_are_named(arguments: dict[str, int]) -> None:
-    ((name, value),) = arguments.items()
-    with pytest.raises(vf.ConfigError, match=f"{name}={value}"):
-        vf.load_environment("structured-output", **arguments)

@@ -77,21 +77,6 @@ async def test_max_turns_holds_whatever_is_completed_says(client: FakeClient, ro
     assert state["turn"] == 2
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_setup_state_prepares_the_state(client: FakeClient, rows: Rows, is_async: bool) -> None:
-    class Sync(TupleReply):
-        def setup_state(self, state: Any) -> Any:  # type: ignore[override]
-            return {**state, "board": [state["example_id"]]}
-
-    class Async(TupleReply):
-        async def setup_state(self, state: Any, **kwargs: Any) -> Any:
-            state["board"] = [state["example_id"]]
-
-    env = (Async if is_async else Sync)(max_turns=1, dataset=rows)
-    state = await env.rollout({"prompt": ASK, "example_id": 4}, client, "m")
-    assert state["board"] == [4]
-
-
 async def test_keywords_of_the_call_reach_the_overrides(client: FakeClient, rows: Rows) -> None:
     seen: list[Any] = []
 

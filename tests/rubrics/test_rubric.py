@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
-import pickle
 from typing import Any
 
 import pytest
@@ -190,15 +188,6 @@ async def test_cancellation_always_passes() -> None:
         await task
     assert "grading_errors" not in scored
     assert "reward" not in scored
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rubric: pickle.loads(pickle.dumps(rubric))])
-async def test_a_copy_scores_by_its_own_functions(copied: Any) -> None:
-    rubric = Rubric(funcs=[half, one])
-    await rubric.score_group([state()])
-    scored = state()
-    await copied(rubric).score_group([scored])
-    assert scored["reward"] == 1.5
 
 
 async def test_a_metric_that_raises_leaves_reward_and_outcome_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -188,8 +188,6 @@ class ClassicCalls:
         begin_turns(state, self.oai_tools)
         return state
 
-    # -- steps that the second generation overrides: `classic.adapt.converse` calls them ------------------------
-
     def max_turns_reached(self: Any, state: State) -> Any:
         """Return whether `max_turns` is a bound and is reached; may be awaited or not."""
         bare = State(state, error=None, prompt_too_long=False, final_env_response=None)
@@ -219,8 +217,6 @@ class ClassicCalls:
     async def render_completion(self: Any, state: State) -> None:
         """Set `state["completion"]` to all that was said after the prompt."""
         state["completion"] = conversation_of(state)[len(state["prompt"]) :]
-
-    # -- columns in, columns out ----------------------------------------------------------------------------------
 
     async def a_generate(
         self: Any,
@@ -353,8 +349,6 @@ class ClassicCalls:
         if push_to_hf_hub:
             dataset.push_to_hub(hub_name)
         return dataset
-
-    # -- tokens, for training loops written for the classic API -----------------------------------------------
 
     parse_chat_completion_tokens = staticmethod(token_processing.chat_tokens)
     parse_chat_completion_logprobs = staticmethod(token_processing.chat_logprobs)

@@ -102,23 +102,16 @@ _HOSTED_NAMES = (
     "SandboxConfig Task Taskset TasksetConfig Toolset ToolsetConfig TunnelError User UserConfig advantage metric "
     "reward setup update"
 )
-_CLIENTS = (
-    "AnthropicMessagesClient NeMoRLChatCompletionsClient OpenAIChatCompletionsClient "
-    "OpenAIChatCompletionsTokenClient OpenAICompletionsClient OpenAIResponsesClient RendererClient "
-    "anthropic_messages_client nemorl_chat_completions_client openai_chat_completions_client "
-    "openai_chat_completions_token_client openai_completions_client openai_responses_client renderer_client "
-    "resolve_client"
-)
 _COMMAND_PARTS = "async_utils.maybe_retry save_utils.state_to_output save_utils.states_to_outputs"
-_HOSTED = frozenset(
-    f"verifiers.{parent}{path}"
-    for parent, paths in (
-        ("", f"{_HOSTED_MODULES} {_HOSTED_NAMES}"),
-        ("clients.", _CLIENTS),
-        ("utils.", _COMMAND_PARTS),
-    )
-    for path in paths.split()
-)
+_HOSTED = {
+    *(f"verifiers.{path}" for path in f"{_HOSTED_MODULES} {_HOSTED_NAMES}".split()),
+    *(f"verifiers.utils.{path}" for path in _COMMAND_PARTS.split()),
+}
+
+
+def _is_refused(path: str) -> bool:
+    is_client = path.startswith("verifiers.clients.")
+    return is_client or any(path == hosted or path.startswith(f"{hosted}.") for hosted in _HOSTED)
 
 
 def classic_name(module: str, name: str) -> Any:
@@ -132,7 +125,7 @@ def classic_name(module: str, name: str) -> Any:
         home, _, attribute = target.partition(":")
         return getattr(importlib.import_module(home), attribute)
     path = f"{module}.{name}"
-    raise AttributeError(_refusal(path) if path in _HOSTED else f"module {module!r} has no attribute {name!r}")
+    raise AttributeError(_refusal(path) if _is_refused(path) else f"module {module!r} has no attribute {name!r}")
 
 
 def classic_spec(path: str) -> ModuleSpec | None:
@@ -146,11 +139,11 @@ def classic_spec(path: str) -> ModuleSpec | None:
     """
     holds_modules = any(module.startswith(f"{path}.") for module in _classic_modules())
     if not holds_modules and path not in _classic_modules():
-        if any(path == hosted or path.startswith(f"{hosted}.") for hosted in _HOSTED):
+        if _is_refused(path):
             raise ImportError(_refusal(path), name=path)
         return None
     # `from MODULE import NAME` shows why a name is refused where the module is a package
-    holds_refused = any(path == hosted.rpartition(".")[0] for hosted in _HOSTED)
+    holds_refused = path == "verifiers.clients" or any(path == hosted.rpartition(".")[0] for hosted in _HOSTED)
     return ModuleSpec(path, _ClassicModule(), is_package=holds_modules or holds_refused)  # type: ignore[arg-type]
 
 

@@ -21,17 +21,9 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 __all__ = [
-    "ErrorChain",
-    "MultiTurnMonitorRubric",
-    "SandboxMonitorRubric",
-    "ToolMonitorRubric",
-    "concat_messages",
-    "ensure_keys",
-    "log_level",
-    "maybe_semaphore",
-    "quiet_verifiers",
-    "setup_client",
-]
+    "ErrorChain", "MultiTurnMonitorRubric", "SandboxMonitorRubric", "ToolMonitorRubric", "concat_messages",
+    "ensure_keys", "log_level", "maybe_semaphore", "quiet_verifiers", "setup_client",
+]  # fmt: skip
 
 Response = ModelResponse
 """The late second generation's name of a model's answer."""
@@ -45,16 +37,8 @@ TrajectoryStepTokens = dict[str, Any]
 """Token ids, masks and log-probs of one model call."""
 
 
-class GenerateMetadata(Record):
-    """Figures that the rollouts of one call share: `results.metadata`."""
-
-
-class RolloutOutput(Record):
-    """One rollout of `results.outputs`."""
-
-
-class RolloutTiming(Record):
-    """Milliseconds of a rollout: generation_ms, scoring_ms, total_ms."""
+GenerateMetadata = RolloutOutput = RolloutTiming = Record
+"""`results.metadata`, an item of `results.outputs`, and the milliseconds of a rollout."""
 
 
 class TextContentPart(Record):

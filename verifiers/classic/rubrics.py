@@ -38,14 +38,8 @@ from verifiers.rubrics.scoring import (
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutScores, State
 
 __all__ = [
-    "adapt",
-    "bounded_scores",
-    "call_reward_func",
-    "score_rollout",
-    "score_rollouts",
-    "scores_by_columns",
-    "set_on",
-]
+    "adapt", "bounded_scores", "call_reward_func", "score_rollout", "score_rollouts", "scores_by_columns", "set_on",
+]  # fmt: skip
 
 COLUMNS = ("prompt", "completion", "answer", "task", "info")
 
@@ -299,7 +293,7 @@ async def score_by_overrides(self: Rubric, states: Sequence[State]) -> list[Roll
 
 
 async def scores_by_columns(rubric: Any, states: Sequence[State], **extra: Any) -> list[RolloutScore]:
-    """Score rollouts by one call of `rubric.score_rollouts`; a GradingError where it gives no finite reward for each."""
+    """Score rollouts by one call of `rubric.score_rollouts`; a GradingError without a finite reward for each."""
     columns = {**columns_of([arguments_of(state) for state in states]), **extra}
     result = await rubric.score_rollouts(**_accepted(rubric.score_rollouts, columns))
     rewards = [finite_float(reward) for reward in result["reward"]]

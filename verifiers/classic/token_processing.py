@@ -27,15 +27,9 @@ from verifiers.types import (
 )
 
 __all__ = [
-    "chat_logprobs",
-    "chat_tokens",
-    "completion_logprobs",
-    "completion_tokens",
-    "cut",
-    "process_chat",
-    "process_completion",
-    "step_tokens",
-]
+    "chat_logprobs", "chat_tokens", "completion_logprobs", "completion_tokens", "cut", "process_chat",
+    "process_completion", "step_tokens",
+]  # fmt: skip
 
 _TOKEN_ID = re.compile(r"(?:token_)?id:(\d+)")
 
@@ -49,26 +43,16 @@ TokenLists = tuple[list[int], list[int], list[int], list[int], list[float]]
 def chat_tokens(response: ModelResponse) -> list[int]:
     """Return the sampled token ids of a chat completion: `token_ids`, or log-prob entries such as "token_id:123".
 
-    Raises:
-        MissingTokenIdsError: the answer has neither.
+    An answer that has neither is a MissingTokenIdsError.
     """
     return _tokens(response, _chat_entries(response))
 
 
 def chat_logprobs(response: ModelResponse) -> list[float]:
-    """Return the log-probs of the sampled tokens of a chat completion, in nats.
-
-    Raises:
-        MissingTokenIdsError: the answer has none.
-    """
-    if _is_overlong(response):
-        return []
-    if (turn := _turn(response)) is not None:
-        return list(turn.logprobs)
+    """Return the log-probs of the sampled tokens of a chat completion, in nats; MissingTokenIdsError without any."""
     entries = _chat_entries(response)
-    if entries is None:
-        raise MissingTokenIdsError("a chat completion has no logprobs; ask for them with logprobs=True.")
-    return [float(message_field(entry, "logprob")) for entry in entries]
+    values = None if entries is None else [message_field(entry, "logprob") for entry in entries]
+    return _floats(response, values, "a chat completion has no logprobs; ask for them with logprobs=True.")
 
 
 def completion_tokens(response: ModelResponse) -> list[int]:
@@ -78,23 +62,12 @@ def completion_tokens(response: ModelResponse) -> list[int]:
 
 def completion_logprobs(response: ModelResponse) -> list[float]:
     """Return the log-probs of the sampled tokens of a text completion, in nats; as `chat_logprobs`."""
-    if _is_overlong(response):
-        return []
-    if (turn := _turn(response)) is not None:
-        return list(turn.logprobs)
     values = _list_field(_logprobs(response), "token_logprobs")
-    if values is None:
-        raise MissingTokenIdsError("a completion has no logprobs; ask for them with logprobs=0.")
-    return [float(value) for value in values]
+    return _floats(response, values, "a completion has no logprobs; ask for them with logprobs=0.")
 
 
 def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
-    """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids.
-
-    Returns:
-        prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs (nats), overlong_prompt,
-        is_truncated.
-    """
+    """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids."""
     prompt_ids = _sent_ids(response)
     is_chat = message_type == "chat"
     try:
@@ -133,11 +106,19 @@ def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]
     return [int(token[1]) for token in tokens if token is not None]
 
 
+def _floats(response: ModelResponse, values: Sequence[Any] | None, missing: str) -> list[float]:
+    if _is_overlong(response):
+        return []
+    if (turn := _turn(response)) is not None:
+        return list(turn.logprobs)
+    if values is None:
+        raise MissingTokenIdsError(missing)
+    return [float(value) for value in values]
+
+
 def _choice(response: ModelResponse) -> Any:
     choices = message_field(response, "choices")
-    if not choices:
-        return None
-    return choices[0]
+    return choices[0] if choices else None
 
 
 def _logprobs(response: ModelResponse) -> Any:
@@ -195,10 +176,9 @@ def process_chat(
     mask_env_responses: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> TokenLists:
-    """Return the token lists of a chat rollout.
+    """Return the token lists of a chat rollout, whose `responses` belong to its assistant messages, in order.
 
     Args:
-        state: its `responses` belong to the assistant messages of `completion`, in order.
         processing_class: a tokenizer with `apply_chat_template`.
         mask_env_responses: the environment's tokens get mask 0 instead of 1.
         tools: offered in the rollout, for the template.
@@ -308,17 +288,10 @@ def _with_parsed_arguments(message: Any) -> Any:
 def process_completion(
     prompt: str, completion: str, state: State, processing_class: Any, mask_env_responses: bool = False
 ) -> TokenLists:
-    """Return the token lists of a rollout in completion mode.
+    """Return the token lists of a rollout in completion mode; as `process_chat`, by a tokenizer with `encode`.
 
-    Args:
-        state: has `responses`, and where the environment spoke in between `responses_start_idx`: at which
-            character of `completion` each of them begins.
-        processing_class: a tokenizer with `encode`.
-        mask_env_responses: the environment's tokens get mask 0 instead of 1.
-
-    Raises:
-        ConfigError: the responses are not found in the completion, or a tokenizer that rewrites history.
-        MissingTokenIdsError: an answer without token ids or log-probs.
+    The state has `responses`, and where the environment spoke in between `responses_start_idx`: at which character of
+    `completion` each of them begins.
     """
     responses = list(state["responses"])
     starts = state.get("responses_start_idx")

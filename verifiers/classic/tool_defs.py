@@ -12,21 +12,14 @@ from typing import Any
 from verifiers.envs.tools import TOOL_FIELDS, convert_func_to_oai_tool, openai_tools
 from verifiers.types import Record
 
-__all__ = [
-    "ToolDef",
-    "convert_func_to_tool_def",
-    "tool_defs_of",
-]
+__all__ = ["ToolDef", "convert_func_to_tool_def", "tool_defs_of"]
 
 
 class ToolDef(Record):
     """A tool's definition: OpenAI's dict, with `name`, `description`, `parameters` and `strict` as fields of its own.
 
-    Args:
-        name: what the model calls it.
-        description: what the model is told of it.
-        parameters: JSON schema of the arguments.
-        strict: asks the server to keep to the schema; left out where it is None.
+    `parameters` are a JSON schema of the arguments; `strict` asks the server to keep to it, and is left out where it
+    is None.
     """
 
     def __init__(

@@ -23,16 +23,7 @@ from verifiers.types import (
     message_field,
 )
 
-__all__ = [
-    "TurnCount",
-    "add_response",
-    "ask_model",
-    "begin_turns",
-    "call_model",
-    "offered_tools",
-    "said_so_far",
-    "tools_of_info",
-]
+__all__ = ["add_response", "ask_model", "begin_turns", "call_model", "offered_tools", "said_so_far", "tools_of_info"]
 
 
 class OfferedTools(list[Any]):
@@ -106,14 +97,10 @@ async def call_model(
     sampling_args: SamplingArgs | None = None,
     logger: logging.Logger | None = None,
 ) -> ModelResponse:
-    """Ask the policy for its next answer.
+    """Ask the policy for its next answer; one with id "overlong-prompt" for a prompt that does not fit the context.
 
     Chat renames max_tokens to max_completion_tokens, OpenAI's present name; None values are dropped; a prompt
     with audio asks for text back unless told otherwise.
-
-    Returns:
-        The response; for a prompt that does not fit the context one with id "overlong-prompt" and
-        finish_reason "length".
 
     Raises:
         ConfigError: tools in completion mode.
@@ -181,8 +168,6 @@ def step_of(prompt: Messages, response: ModelResponse, message_type: MessageType
 
 
 def _has_audio(messages: list[ChatMessage]) -> bool:
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
-        if isinstance(content, list) and any("audio" in str(message_field(part, "type", "")) for part in content):
-            return True
-    return False
+    contents = [message_field(message, "content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any("audio" in str(message_field(part, "type", "")) for part in parts)

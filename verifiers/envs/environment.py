@@ -186,8 +186,6 @@ class Environment(ClassicCalls):
     dataset = datasets.LazyDataset()
     eval_dataset = datasets.LazyDataset()
 
-    # -- data -----------------------------------------------------------------------------------------------
-
     def format_prompt(
         self, prompt_str: str, system_prompt: str | None = None, few_shot: list[ChatMessage] | None = None
     ) -> list[ChatMessage]:
@@ -248,8 +246,6 @@ class Environment(ClassicCalls):
         """Add a rubric's rewards to those of the rubric that is there."""
         present = self.rubric if isinstance(self.rubric, RubricGroup) else RubricGroup([self.rubric])
         self.rubric = present.with_rubric(rubric)
-
-    # -- rollouts -------------------------------------------------------------------------------------------
 
     async def play(self, state: State) -> None:
         """Play one rollout out in its state; the method that environments with a loop of their own override.
@@ -318,8 +314,6 @@ class Environment(ClassicCalls):
     async def teardown(self) -> None:
         """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.lifecycle.run_teardown`."""
         await run_teardown(self)
-
-    # -- methods that are written for verifiers 0.1.x -----------------------------------------------------------
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

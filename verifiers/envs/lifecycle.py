@@ -15,17 +15,9 @@ from types import CoroutineType, FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 __all__ = [
-    "TEARDOWN_WITHIN_S",
-    "cleanup",
-    "marked_methods",
-    "marked_names",
-    "maybe_await",
-    "run_teardown",
-    "stop",
-    "tear_down",
-    "teardown",
+    "TEARDOWN_WITHIN_S", "cleanup", "marked_methods", "maybe_await", "run_teardown", "stop", "tear_down", "teardown",
     "teardown_at_exit",
-]
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,7 +84,7 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
         Highest priority first, then by name.
     """
     cls: Any = type(obj)
-    found = dict(marked_names(cls, kind))
+    found = dict(_marked_names(cls, kind))
     if not found and _FUNCTION_TYPES.isdisjoint(map(type, getattr(obj, "__dict__", {}).values())):
         # nearly no environment has marked methods, and every rollout asks
         return []
@@ -108,8 +100,7 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
 
 
 @lru_cache(maxsize=512)
-def marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
-    """Return the names and priorities of the methods that a class marks as `kind`."""
+def _marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
     # asked before and after every turn of every rollout, so it is cached
     found = []
     for name in dir(cls):

@@ -16,16 +16,12 @@ from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Messages, State, joined
 
-__all__ = ["MultiTurnEnv", "SingleTurnEnv", "change", "note_error"]
+__all__ = ["MultiTurnEnv", "SingleTurnEnv", "change"]
 
 
-def note_error(state: State, error: Error) -> None:
-    """Keep an error in the state; the rollout ends there.
-
-    Raises:
-        ConfigError: a mistake of the user's that every rollout would repeat is raised instead.
-    """
+def _note_error(state: State, error: Error) -> None:
     if isinstance(error, ConfigError):
+        # a mistake of the user's that every rollout would repeat
         raise error
     if isinstance(error, OverlongPromptError):
         state["prompt_too_long"] = state["is_truncated"] = True
@@ -60,8 +56,6 @@ class MultiTurnEnv(Environment):
         super().__init__(**kwargs)
         self.max_turns = max_turns
         self.timeout_seconds = timeout_seconds
-
-    # -- what environments override ---------------------------------------------------------------------------
 
     async def setup_state(self, state: State, **kwargs: Any) -> State | None:
         """Prepare the state of a new rollout in place, or return entries to add. The default leaves it as it is."""
@@ -104,8 +98,6 @@ class MultiTurnEnv(Environment):
             return "max_turns_reached"
         return None
 
-    # -- the rollout ------------------------------------------------------------------------------------------
-
     async def play(self, state: State) -> None:
         """Play one rollout out in its state; a `vf.Error` that is raised inside ends it and stands in `error`."""
         begin_turns(state, self.oai_tools)
@@ -124,7 +116,7 @@ class MultiTurnEnv(Environment):
                     raise
                 state["timed_out"], state["stop_condition"] = True, "timeout_reached"
             except Error as error:
-                note_error(state, error)
+                _note_error(state, error)
         elapsed_ms = (time.perf_counter() - started) * 1000
         state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
         state["is_completed"] = True
@@ -170,7 +162,7 @@ class MultiTurnEnv(Environment):
 
 
 def change(state: State, entries: Mapping[str, Any] | None) -> None:
-    """Put what a method returned into the state: the state itself, entries to change, or None for no change."""
+    """Put what a method returned into the state: the state itself, entries to change, or None."""
     if entries is not None and entries is not state:
         state.update(entries)
 

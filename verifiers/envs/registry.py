@@ -10,7 +10,7 @@ import inspect
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         ) from error
     if env is None:
         raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
-    loaded: Environment = env
-    return loaded
+    return env  # type: ignore[no-any-return]
 
 
 def installed_environments() -> list[str]:
@@ -62,8 +61,8 @@ def installed_environments() -> list[str]:
     return sorted({entry.name for entry in _entry_points()})
 
 
-def _entry_points() -> list[EntryPoint]:
-    return list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+def _entry_points() -> Iterable[EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
 def _module_name(env_id: str) -> str:
@@ -117,8 +116,7 @@ def _checked_factory(env_id: str, module: str, factory: Any) -> Callable[..., An
             f"The module {module!r} was found for {env_id!r}, but it has no function load_environment(**kwargs) "
             "that returns an environment."
         )
-    found: Callable[..., Any] = factory
-    return found
+    return factory  # type: ignore[no-any-return]
 
 
 def _check_arguments(env_id: str, factory: Callable[..., Any], env_args: dict[str, Any]) -> None:

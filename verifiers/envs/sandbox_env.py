@@ -139,8 +139,6 @@ class SandboxEnv(StatefulToolEnv):
         super().__init__(**kwargs)
         self._add_bounded_tool(self.bash, ("sandbox_id", "sandbox_state", "working_dir"))
 
-    # -- the tool -------------------------------------------------------------------------------------------
-
     async def bash(
         self,
         command: str,
@@ -190,8 +188,6 @@ class SandboxEnv(StatefulToolEnv):
         name = next(reversed(self.tool_map))
         source, prepared = self._prepared[name]
         self._prepared[name] = (source, dataclasses.replace(prepared, has_own_deadline=True))
-
-    # -- the sandbox of a rollout ---------------------------------------------------------------------------
 
     async def sandbox(self, state: State) -> Sandbox:
         """Return the rollout's sandbox, opened at the first call.

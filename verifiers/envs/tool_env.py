@@ -27,10 +27,6 @@ from verifiers.types import ChatMessage, Messages, State
 __all__ = ["StatefulToolEnv", "ToolEnv", "result_text", "shortened"]
 
 
-def _text_of(error: Exception) -> str:
-    return f"{error}"
-
-
 class ToolEnv(MultiTurnEnv):
     """An environment whose policy may call tools, by native tool calls.
 
@@ -62,7 +58,7 @@ class ToolEnv(MultiTurnEnv):
         self,
         tools: Sequence[Callable[..., Any]] | None = None,
         max_turns: int = 10,
-        error_formatter: Callable[[Exception], str] = _text_of,
+        error_formatter: Callable[[Exception], str] = str,
         stop_errors: Sequence[type[Exception]] | None = None,
         tool_timeout_s: float | None = 60.0,
         **kwargs: Any,
@@ -79,18 +75,12 @@ class ToolEnv(MultiTurnEnv):
         for tool in tools or ():
             self._add(tool)
 
-    # -- tools ----------------------------------------------------------------------------------------------
-
     def add_tool(self, tool: Callable[..., Any]) -> None:
         """Offer one more tool."""
         self._add(tool)
 
     def remove_tool(self, tool: Callable[..., Any]) -> None:
-        """Take a tool away again.
-
-        Raises:
-            ValueError: it was never added.
-        """
+        """Take a tool away again; a ValueError where it was never added."""
         self.tools.remove(tool)
         name = tool_name(tool)
         del self.tool_map[name]
@@ -118,8 +108,6 @@ class ToolEnv(MultiTurnEnv):
             self._prepared[name] = (tool, prepared)
         return prepared
 
-    # -- a turn ---------------------------------------------------------------------------------------------
-
     @by_state
     async def is_completed(self, state: State) -> bool:
         """Return True too when the newest message is an answer of the policy that calls no tool."""
@@ -140,11 +128,7 @@ class ToolEnv(MultiTurnEnv):
         return bool(said) and not isinstance(said, str) and not said[-1].get("tool_calls")
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Answer each tool call of the newest message with one tool message.
-
-        Returns:
-            The messages; or (messages, state) where `replies_with_state` says so.
-        """
+        """Answer each tool call of the newest message with one; return (messages, state) if `replies_with_state`."""
         calls = requested_calls(messages[-1]) if messages and not isinstance(messages, str) else []
         replies = await gather_owned([self._answer(call, messages, state, kwargs) for call in calls])
         return (replies, state) if self.replies_with_state else replies
@@ -188,11 +172,7 @@ class ToolEnv(MultiTurnEnv):
         return message if message.get("tool_call_id") == call.id else {**message, "tool_call_id": call.id}
 
     def _failure(self, error: Exception, call_id: str) -> ChatMessage:
-        """Return the tool message that tells of an error.
-
-        Raises:
-            Exception: it is not for the policy to see.
-        """
+        """Return the tool message that tells of an error; raise one that is not for the policy to see."""
         if isinstance(error, NOT_FOR_THE_MODEL):
             raise error
         wrapped = error if isinstance(error, ToolError) else ToolCallError(f"{type(error).__name__}: {error}")
@@ -229,11 +209,7 @@ class StatefulToolEnv(ToolEnv):
         super().__init__(tools, max_turns, **kwargs)
 
     def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
-        """Offer one more tool, without the arguments in `args_to_skip`.
-
-        Raises:
-            ConfigError: the tool has no such argument.
-        """
+        """Offer one more tool, without the arguments in `args_to_skip`."""
         self._add(tool, args_to_skip)
 
     def remove_tool(self, tool: Callable[..., Any]) -> None:

@@ -31,20 +31,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 __all__ = [
-    "NOT_FOR_THE_MODEL",
-    "TOOL_FIELDS",
-    "RequestedCall",
-    "Tool",
-    "as_tool",
-    "convert_func_to_oai_tool",
-    "openai_tools",
-    "parse_arguments",
-    "requested_calls",
-    "strict_schema",
-    "tool_definition",
-    "tool_message",
+    "NOT_FOR_THE_MODEL", "TOOL_FIELDS", "RequestedCall", "Tool", "as_tool", "convert_func_to_oai_tool",
+    "openai_tools", "parse_arguments", "requested_calls", "strict_schema", "tool_definition", "tool_message",
     "tool_name",
-]
+]  # fmt: skip
 
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
@@ -191,11 +181,7 @@ def requested_calls(message: ChatMessage) -> list[RequestedCall]:
 
 
 def parse_arguments(call: RequestedCall) -> dict[str, Any]:
-    """Return the arguments of a call as an object; nothing at all counts as no arguments.
-
-    Raises:
-        ToolParseError: text that is not JSON, or JSON that is not an object.
-    """
+    """Return the arguments of a call as an object; nothing at all counts as no arguments."""
     raw = call.arguments
     if raw is None or (isinstance(raw, str) and not raw.strip()):
         return {}
@@ -236,12 +222,6 @@ def _read_call(call: Any) -> RequestedCall:
 # -- a function as a tool ------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_STYLES = {
-    # in the order in which they win when a docstring shows as many marks of one as of another
-    "sphinx": (r"^:param\s", r"^:type\s", r"^:returns?:", r"^:rtype:"),
-    "numpy": (r"^Parameters\s*\n\s*-{3,}", r"^Returns\s*\n\s*-{3,}", r"^Yields\s*\n\s*-{3,}"),
-    "google": (r"^(Args|Arguments):", r"^Returns:", r"^Raises:"),
-}
 _GOOGLE_PARAMETERS = re.compile(r"(?<=\S)\n(?=(?:args|arguments|params|parameters):[ \t]*\n[ \t])", re.IGNORECASE)
 
 
@@ -259,10 +239,6 @@ class _Binding:
         """Return the positional and keyword arguments of the call, checked and converted to what the signature says.
 
         Hidden arguments are passed on as they are; the defaults stand in for what is left out.
-
-        Raises:
-            ToolParseError: missing, unknown or wrong arguments, all of them named.
-            ConfigError: a hidden argument that has no default was not supplied.
         """
         from pydantic import ValidationError
 
@@ -273,22 +249,8 @@ class _Binding:
             raise ToolParseError(self._complaint(error)) from error
         values = {name: getattr(checked, field) for name, field in self.fields.items()}
         values.update({name: self._hidden_value(name, arguments) for name in self.hidden})
-        positional: list[Any] = []
-        keywords: dict[str, Any] = {}
-        # what stands before *args can only be given by position
-        by_position = any(item.kind is inspect.Parameter.VAR_POSITIONAL for item in self.parameters.values())
-        for name, item in self.parameters.items():
-            if item.kind is inspect.Parameter.VAR_POSITIONAL:
-                positional.extend(values[name])
-                by_position = False
-            elif item.kind is inspect.Parameter.POSITIONAL_ONLY or (
-                by_position and item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            ):
-                positional.append(values[name])
-            else:
-                keywords[name] = values[name]
-        keywords.update(checked.model_extra or {})
-        return positional, keywords
+        bound = inspect.BoundArguments(inspect.Signature(list(self.parameters.values())), values)  # type: ignore[arg-type]
+        return list(bound.args), {**bound.kwargs, **(checked.model_extra or {})}
 
     def _hidden_value(self, name: str, arguments: Mapping[str, Any]) -> Any:
         value = arguments.get(name, self.parameters[name].default)
@@ -363,12 +325,9 @@ def _warn_of_gaps(name: str, description: str | None, untyped: Sequence[str]) ->
 
 
 def tool_name(func: Any) -> str:
-    """Return a function's name as a tool.
+    """Return a function's name as a tool; of a partial that of the function inside, of an object its `name`.
 
-    For a partial that is the name of the function inside; for other callables their `name`, or else their class's.
-
-    Raises:
-        ConfigError: a name that OpenAI's API refuses, such as a lambda's.
+    A name that OpenAI's API refuses, such as a lambda's, is a ConfigError.
     """
     func = without_partials(func)
     name = getattr(func, "__name__", None) or getattr(func, "name", None) or type(func).__name__
@@ -380,7 +339,6 @@ def tool_name(func: Any) -> str:
 
 
 def _parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters that a call may still give: a partial's bound ones are left out."""
     try:
         parameters = dict(inspect.signature(func).parameters)
     except (TypeError, ValueError) as error:
@@ -417,7 +375,6 @@ def _hints(func: Callable[..., Any], shown: Collection[str]) -> dict[str, Any]:
 
 
 def _field(item: inspect.Parameter, hints: Mapping[str, Any], described: Mapping[str, str]) -> tuple[Any, Any]:
-    """Return a pydantic field for one parameter: its type with a description, and its default."""
     from pydantic import Field
     from pydantic.fields import FieldInfo
 
@@ -450,12 +407,13 @@ def _documentation(func: Callable[..., Any]) -> tuple[str | None, dict[str, str]
         return None, {}
     from griffe import Docstring, DocstringSectionKind, Parser
 
-    style = _docstring_style(text)
-    if style == "google":
-        # the parser passes over a section that has no blank line before it
-        text = _GOOGLE_PARAMETERS.sub("\n\n", text)
+    # the parser passes over a section that has no blank line before it
+    text = _GOOGLE_PARAMETERS.sub("\n\n", text)
     # the parser dedents by all lines but the first, which here may begin a section
-    sections = Docstring("\n" + text, lineno=1).parse(Parser(style), warnings=False)
+    quiet = {style: {"warnings": False} for style in ("google", "numpy", "sphinx")}
+    sections = Docstring("\n" + text, lineno=1).parse(
+        Parser.auto, default=Parser.google, style_order=["sphinx", "numpy", "google"], per_style_options=quiet
+    )
     description = next((item.value for item in sections if item.kind is DocstringSectionKind.text), None)
     described = {
         parameter.name.lstrip("*"): parameter.description
@@ -464,15 +422,6 @@ def _documentation(func: Callable[..., Any]) -> tuple[str | None, dict[str, str]
         for parameter in section.value
     }
     return description, described
-
-
-def _docstring_style(text: str) -> str:
-    marks = {
-        style: sum(bool(re.search(pattern, text, re.MULTILINE)) for pattern in patterns)
-        for style, patterns in _STYLES.items()
-    }
-    best = max(marks, key=lambda style: marks[style])
-    return best if marks[best] else "google"
 
 
 class _OpenObjectError(Exception):

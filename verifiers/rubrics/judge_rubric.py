@@ -57,12 +57,7 @@ class LazyOpenAI:
 
     Every method of it can be awaited here: `chat.completions.create`, `responses.create` and so on. Calls are tried
     once and end after a minute; retries are the caller's. Connections are not kept, since nothing could close them
-    when their event loop ends.
-
-    Args:
-        base_url: of the endpoint; None: OPENAI_BASE_URL where it is set, else OpenAI's.
-        api_key_var: the environment variable with the key; None: OPENAI_API_KEY, and no key where `base_url` is
-            given, so that OpenAI's key is sent to no other server.
+    when their event loop ends. OpenAI's key is sent to no other server than OPENAI_BASE_URL's.
     """
 
     def __init__(self, base_url: str | None = None, api_key_var: str | None = None) -> None:
@@ -99,11 +94,7 @@ class LazyOpenAI:
 
     @property
     def api_key(self) -> str:
-        """The key to send; "EMPTY" for servers that need none.
-
-        Raises:
-            ConfigError: there is none, and OpenAI is asked.
-        """
+        """The key to send; "EMPTY" for servers that need none; a ConfigError where OpenAI is asked without one."""
         key = os.environ.get(self.api_key_var or "OPENAI_API_KEY")
         if self.api_key_var is None and (self.base_url or (os.environ.get("OPENAI_BASE_URL") and not key)):
             return "EMPTY"
@@ -205,8 +196,7 @@ class JudgeRubric(Rubric):
         judge_sampling_args: OpenAI's sampling arguments; max_tokens is sent as max_completion_tokens.
         judge_prompt: may have {question} (the prompt's last user message), {answer} and {response} (the parsed
             completion); other braces are written twice.
-        funcs: as for `Rubric`.
-        weights: as for `Rubric`.
+        funcs, weights: as for `Rubric`.
         judge_base_url: of the endpoint, where no client is given, e.g. "http://127.0.0.1:8000/v1".
         judge_api_key_var: environment variable with the key for it; left out with a base URL, no key is sent.
         judge_timeout_s: for one answer with all its tries, in seconds.
@@ -269,11 +259,8 @@ class JudgeRubric(Rubric):
     async def judge(self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any) -> str:
         """Return the judge's answer about a completion; from `state["judge_response"]` where it is there.
 
-        Synchronous functions call it without `await`: without a running event loop the answer is there at once.
-
-        Raises:
-            GradingError: the judge failed, or its prompt names a text that there is none of.
-            ConfigError: there is no API key.
+        Synchronous functions call it without `await`: without a running event loop the answer is there at once. It
+        is a GradingError where the judge failed, or its prompt names a text that there is none of.
         """
         text = self._judge_text(prompt, completion, answer)
         known = _responses(state).get(text)
@@ -295,10 +282,7 @@ class JudgeRubric(Rubric):
         """Return what `parse` reads in the judge's answer; an answer that it cannot read is sampled again.
 
         `parse` gets the answer's text, and raises, or returns None, where there is no verdict in it. It reads at most
-        `attempts` answers, from the second on fresh samples.
-
-        Raises:
-            GradingError: no answer had a verdict, or the judge failed.
+        `attempts` answers, from the second on fresh samples. A GradingError where none had a verdict.
         """
         text = self._judge_text(prompt, completion, answer)
         first = await self.judge(prompt, completion, answer, state)
@@ -328,7 +312,6 @@ class JudgeRubric(Rubric):
         ) from problem
 
     async def _answer(self, text: str, *states: State) -> str:
-        """Sample an answer, and keep it in the states."""
         async with self._judge_gate.slot():
             response = await self._ask(text)
         for state in states:
@@ -337,12 +320,6 @@ class JudgeRubric(Rubric):
         return response
 
     async def _ask(self, text: str) -> str:
-        """Return the judge's answer to a text.
-
-        Raises:
-            GradingError: the judge refused, failed, could not be reached, answered without text, or took too long.
-            ConfigError: there is no API key.
-        """
         client = self.judge_client
         # a judge's answers are not the policy's
         client = client.untrained if hasattr(type(client), "untrained") else client

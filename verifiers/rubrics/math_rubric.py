@@ -88,19 +88,17 @@ class MathRubric(Rubric):
         self.add_metric(self.math_worker_died)
 
     async def correct_answer(
-        self, parser: Parser, completion: Any, answer: Any, state: Any = None, **kwargs: Any
+        self, parser: Parser, completion: Any, answer: Any, state: Any = None, **_: Any
     ) -> float:
         """Reward an answer that equals the row's with 1.0, any other with 0.0."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.RIGHT)
 
-    async def math_timeout(
-        self, parser: Parser, completion: Any, answer: Any, state: Any = None, **kwargs: Any
-    ) -> float:
+    async def math_timeout(self, parser: Parser, completion: Any, answer: Any, state: Any = None, **_: Any) -> float:
         """Return 1.0 for an answer that could not be compared within `timeout_s`."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.TIMED_OUT)
 
     async def math_worker_died(
-        self, parser: Parser, completion: Any, answer: Any, state: Any = None, **kwargs: Any
+        self, parser: Parser, completion: Any, answer: Any, state: Any = None, **_: Any
     ) -> float:
         """Return 1.0 for an answer whose comparison ended its worker, e.g. by taking all its memory."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.DIED)

@@ -90,8 +90,6 @@ class Rubric:
         self.reward_weights: list[float] = list(() if weights is None else weights) or [1.0] * len(self.reward_funcs)
         self._check_weights()
 
-    # -- functions ------------------------------------------------------------------------------------------
-
     funcs = property(
         attrgetter("reward_funcs"),
         lambda self, funcs: setattr(self, "reward_funcs", funcs),
@@ -138,8 +136,6 @@ class Rubric:
         """Return whether there is nothing to score by: no function, and no scoring of a subclass's own."""
         is_plain = getattr(self.score_states, "__func__", None) is Rubric.score_states
         return is_plain and not self.scores_groups_itself and not self.get_reward_funcs()
-
-    # -- scoring --------------------------------------------------------------------------------------------
 
     async def score_group(self, states: Sequence[State], score_sem: Any = None) -> list[RolloutScore]:
         """Score the rollouts of one prompt together; also sets `reward` and `metrics` in each state.
@@ -216,8 +212,6 @@ class Rubric:
                 state.update(before)
         return scores
 
-    # -- classic calls and overrides ------------------------------------------------------------------------
-
     score_rollout = _of_classic("score_rollout")
     score_rollouts = _of_classic("score_rollouts")
     call_reward_func = _of_classic("call_reward_func")
@@ -233,8 +227,6 @@ class Rubric:
         super().__setattr__(name, value)
         if name in CLASSIC_METHODS:
             _classic().set_on(self, name, value)
-
-    # -- checks ---------------------------------------------------------------------------------------------
 
     def _checked(self, funcs: Sequence[RewardFunc]) -> list[RewardFunc]:
         if callable(funcs) or not all(map(callable, funcs)):
@@ -289,8 +281,6 @@ class RubricGroup(Rubric):
         group = copy.copy(self)
         group.rubrics = [*self.rubrics, rubric]
         return group
-
-    # -- the union of the rubrics -----------------------------------------------------------------------------
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:

@@ -26,23 +26,10 @@ from verifiers.errors import GradingError
 from verifiers.types import FailedGrade, RolloutScore, State
 
 __all__ = [
-    "ARGUMENTS",
-    "PLURALS",
-    "RewardCall",
-    "SingleFlight",
-    "arguments_of",
-    "columns_of",
-    "finite_float",
-    "grading_deadline",
-    "is_finite_number",
-    "is_group_func",
-    "note_failure",
-    "reward_name",
-    "reward_names",
-    "reward_values",
-    "store_scores",
-    "take_failures",
-]
+    "ARGUMENTS", "PLURALS", "RewardCall", "SingleFlight", "arguments_of", "columns_of", "finite_float",
+    "grading_deadline", "is_finite_number", "is_group_func", "note_failure", "reward_name", "reward_names",
+    "reward_values", "store_scores", "take_failures",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -230,16 +217,13 @@ def _values(results: list[Any], count: int, is_group: bool) -> list[float | Base
                 raise GradingError(f"returned {len(results)} rewards for {count} rollouts")
         except BaseException as error:
             return [error] * count
-    return [_value(result) for result in results]
-
-
-def _value(result: Any) -> float | BaseException:
-    if isinstance(result, BaseException):
-        return result
-    try:
-        return finite_float(result)
-    except GradingError as error:
-        return error
+    values: list[float | BaseException] = []
+    for result in results:
+        try:
+            values.append(result if isinstance(result, BaseException) else finite_float(result))
+        except GradingError as error:
+            values.append(error)
+    return values
 
 
 # -- the deadline of a group ------------------------------------------------------------------------------------
@@ -307,11 +291,7 @@ def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:
 
 
 def finite_float(value: Any) -> float:
-    """Return the value as a float.
-
-    Raises:
-        GradingError: the value is not a finite number.
-    """
+    """Return the value as a float; a GradingError where it is not a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
