@@ -100,11 +100,6 @@ async def test_the_error_formatter_has_the_word_and_an_error_without_text_is_nam
     assert await replies(env, ("fail", {"text": "x"})) == ["<LookupError> no x"]
     assert await replies(env_with(silent), ("silent", {})) == ["ValueError()"]
 
-    def broken(error: Exception) -> str:
-        raise KeyError("lost")
-
-    assert await replies(env_with(fail, error_formatter=broken), ("fail", {"text": "x"})) == ["LookupError('no x')"]
-
 
 async def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_their_order() -> None:
     both = threading.Barrier(2, timeout=60)

@@ -84,7 +84,7 @@ async def test_a_template_that_cannot_be_filled_says_what_it_may_have() -> None:
     rubric = vf.JudgeRubric(judge_client=FakeClient(), judge_prompt="{qestion} {answer}", funcs=[judge_yes_no])
     text = await error_of(rubric)
     assert "it may have {question}, {answer}, {response}" in text
-    assert "It names {qestion}, {answer}." in text
+    assert "KeyError: 'qestion'" in text
 
 
 async def test_arguments_are_sent_as_the_chat_api_wants_them() -> None:

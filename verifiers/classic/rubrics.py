@@ -30,6 +30,7 @@ from verifiers.rubrics.scoring import (
     finite_float,
     is_group_func,
     note_failure,
+    parameters_of,
     reward_name,
     reward_values,
     store_scores,
@@ -314,7 +315,7 @@ async def _by_score_rollout(
     `score_sem` is given to a method that takes it, and else entered around the call.
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
-    names, _ = _parameters_of(rubric.score_rollout)
+    names, _ = parameters_of(rubric.score_rollout)
     if "state" in names and "completion" not in names:
         arguments: dict[str, Any] = {"state": state}
         if "score_sem" in names:
@@ -394,12 +395,5 @@ def _score_or_failure(result: Any, state: State) -> RolloutScore:
 
 def _accepted(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that a method takes."""
-    names, takes_everything = _parameters_of(method)
+    names, takes_everything = parameters_of(method)
     return arguments if takes_everything else {name: value for name, value in arguments.items() if name in names}
-
-
-def _parameters_of(method: Any) -> tuple[frozenset[str], bool]:
-    """Return the names of a method's parameters, and True where it takes any keyword."""
-    parameters = inspect.signature(method).parameters.values()
-    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
-    return frozenset(item.name for item in parameters), takes_everything

@@ -39,40 +39,35 @@ _MARKS = "_verifiers_marks"
 _FUNCTION_TYPES = frozenset({FunctionType, MethodType})
 
 
-@overload
-def stop(func: F, /) -> F: ...
-@overload
-def stop(*, priority: int = 0) -> Callable[[F], F]: ...
-def stop(func: Any = None, /, *, priority: int = 0) -> Any:
-    """Mark a method `(self, state) -> bool`, sync or async, that ends a rollout when it returns True.
+class _Mark:
+    """A decorator of methods, used bare or with a priority."""
 
-    Of several, one of a higher priority is asked first; those of one priority in the order of their names.
-    """
-    return _mark("stop", func, priority)
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
+    @overload
+    def __call__(self, func: F, /) -> F: ...
+    @overload
+    def __call__(self, *, priority: int = 0) -> Callable[[F], F]: ...
+    def __call__(self, func: Any = None, /, *, priority: int = 0) -> Any:
+        def marked(method: F) -> F:
+            setattr(method, _MARKS, {**getattr(method, _MARKS, {}), self.kind: priority})
+            return method
 
-@overload
-def cleanup(func: F, /) -> F: ...
-@overload
-def cleanup(*, priority: int = 0) -> Callable[[F], F]: ...
-def cleanup(func: Any = None, /, *, priority: int = 0) -> Any:
-    """Mark a method `(self, state)`, sync or async, that runs after every rollout, also after a failed one.
-
-    Of several, one of a higher priority runs first; those of one priority in the order of their names.
-    """
-    return _mark("cleanup", func, priority)
+        return marked if func is None else marked(func)
 
 
-@overload
-def teardown(func: F, /) -> F: ...
-@overload
-def teardown(*, priority: int = 0) -> Callable[[F], F]: ...
-def teardown(func: Any = None, /, *, priority: int = 0) -> Any:
-    """Mark a method `(self)`, sync or async, that runs once when the environment is no longer needed.
+stop = _Mark("stop")
+"""Mark a method `(self, state) -> bool`, sync or async, that ends a rollout when it returns True.
 
-    Of several, one of a higher priority runs first; those of one priority in the order of their names.
-    """
-    return _mark("teardown", func, priority)
+`@vf.stop`, or `@vf.stop(priority=1)`: higher is asked first; methods of one priority in the order of their names.
+"""
+
+cleanup = _Mark("cleanup")
+"""Mark a method `(self, state)`, sync or async, that runs after every rollout, also after a failed one; as `stop`."""
+
+teardown = _Mark("teardown")
+"""Mark a method `(self)`, sync or async, that runs once when the environment is no longer needed; as `stop`."""
 
 
 def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
@@ -111,14 +106,6 @@ def _marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
         if isinstance(marks, dict) and kind in marks:
             found.append((name, marks[kind]))
     return tuple(found)
-
-
-def _mark(kind: str, func: Any, priority: int) -> Any:
-    def marked(method: F) -> F:
-        setattr(method, _MARKS, {**getattr(method, _MARKS, {}), kind: priority})
-        return method
-
-    return marked if func is None else marked(func)
 
 
 logger = logging.getLogger("verifiers.envs")

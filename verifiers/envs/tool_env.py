@@ -184,15 +184,7 @@ class ToolEnv(MultiTurnEnv):
                 raise error
             raise wrapped from error
         self.logger.debug("a tool call failed: %r", error)
-        return {"role": "tool", "content": self._formatted(error), "tool_call_id": call_id}
-
-    def _formatted(self, error: Exception) -> str:
-        try:
-            text = self.error_formatter(error)
-        except Exception as failed:
-            self.logger.warning("error_formatter failed: %r", failed)
-            text = None
-        return str(text) if text else repr(error)
+        return {"role": "tool", "content": self.error_formatter(error) or repr(error), "tool_call_id": call_id}
 
 
 class StatefulToolEnv(ToolEnv):

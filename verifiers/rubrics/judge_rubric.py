@@ -9,10 +9,9 @@ import importlib
 import inspect
 import os
 import re
-import string
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, MutableMapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, GradingError, ModelError
 from verifiers.inference.endpoint import CHAT, ClientBackend
@@ -26,7 +25,6 @@ from verifiers.types import Messages, RewardFunc, State, content_text, message_f
 
 __all__ = ["DEFAULT_JUDGE_PROMPT", "JudgeRubric", "LazyOpenAI", "judge_yes_no", "parse_yes_no", "question_text"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _TRY_TIMEOUT_S = 60.0
@@ -158,22 +156,6 @@ class _ReadyText(str):
         pass
 
 
-def read_or_awaited(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, str]],
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, str]]:
-    """Return an async method whose text is there at once where no event loop runs, and still may be awaited."""
-
-    @functools.wraps(method)
-    def call(rubric: Any, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, str]:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return _ReadyText(run_blocking(lambda: method(rubric, *args, **kwargs)))  # type: ignore[return-value]
-        return method(rubric, *args, **kwargs)
-
-    return call
-
-
 class JudgeRubric(Rubric):
     """A rubric whose reward functions may ask a judge: a language model behind any OpenAI-compatible endpoint.
 
@@ -255,18 +237,27 @@ class JudgeRubric(Rubric):
             verdict=self.verdict,
         )
 
-    @read_or_awaited
-    async def judge(self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any) -> str:
+    def judge(
+        self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any
+    ) -> Coroutine[Any, Any, str]:
         """Return the judge's answer about a completion; from `state["judge_response"]` where it is there.
 
         Synchronous functions call it without `await`: without a running event loop the answer is there at once. It
         is a GradingError where the judge failed, or its prompt names a text that there is none of.
         """
-        text = self._judge_text(prompt, completion, answer)
-        known = _responses(state).get(text)
-        if known is not None:
-            return str(known)
-        return await self._asked.result((id(state), text), lambda: self._answer(text, state))
+
+        async def answered() -> str:
+            text = self._judge_text(prompt, completion, answer)
+            known = _responses(state).get(text)
+            if known is not None:
+                return str(known)
+            return await self._asked.result((id(state), text), lambda: self._answer(text, state))
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return _ReadyText(run_blocking(answered))  # type: ignore[return-value]
+        return answered()
 
     async def verdict(
         self,
@@ -363,8 +354,7 @@ class JudgeRubric(Rubric):
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise GradingError(
                 f"The judge_prompt cannot be filled in ({type(error).__name__}: {error}): it may have "
-                f"{', '.join(f'{{{name}}}' for name in texts)}; write other braces twice. It names "
-                f"{_names_in(self.judge_prompt)}."
+                f"{', '.join(f'{{{name}}}' for name in texts)}; write other braces twice."
             ) from error
 
 
@@ -415,11 +405,3 @@ def _responses(state: Any) -> Mapping[str, Any]:
     known = state.get("judge_response") if isinstance(state, Mapping) else None
     # anything else under this key is the environment's own
     return known if isinstance(known, dict) else {}
-
-
-def _names_in(template: str) -> str:
-    try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError:
-        return "a brace that is not closed"
-    return ", ".join(f"{{{name}}}" for name in dict.fromkeys(names)) or "none"

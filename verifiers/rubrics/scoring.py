@@ -27,8 +27,8 @@ from verifiers.types import FailedGrade, RolloutScore, State
 
 __all__ = [
     "ARGUMENTS", "PLURALS", "RewardCall", "SingleFlight", "arguments_of", "columns_of", "finite_float",
-    "grading_deadline", "is_finite_number", "is_group_func", "note_failure", "reward_name", "reward_names",
-    "reward_values", "store_scores", "take_failures",
+    "grading_deadline", "is_finite_number", "is_group_func", "note_failure", "parameters_of", "reward_name",
+    "reward_names", "reward_values", "store_scores", "take_failures",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class RewardCall:
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self._names, self._takes_everything = _parameters_of(func)
+        self._names, self._takes_everything = parameters_of(func)
         self.is_group = not PLURALS.isdisjoint(self._names)
         self._is_async = is_async_function(func)
         # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
@@ -126,7 +126,7 @@ class RewardCall:
 _parameters: WeakKeyDictionary[Callable[..., Any], tuple[tuple[str, ...], bool]] = WeakKeyDictionary()
 
 
-def _parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+def parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
     """Return the names of a function's parameters, and True where it takes any keyword."""
     # reading a signature costs more than most reward functions; some callables cannot be kept
     with contextlib.suppress(KeyError, TypeError):
