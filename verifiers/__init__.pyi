@@ -7,7 +7,7 @@ from .data.curriculum_policies import curriculum_from as curriculum_from
 from .data.sampler import RepeatSampler as RepeatSampler
 from .envs.agent_env import AgentEnv as AgentEnv
 from .classic.example_datasets import load_example_dataset as load_example_dataset
-from .classic.tool_defs import ToolDef as Tool
+from .classic.late_names import ToolDef as Tool
 from .envs.env_group import EnvGroup as EnvGroup
 from .envs.environment import Environment as Environment
 from .envs.external_env import ExternalEnv as ExternalEnv

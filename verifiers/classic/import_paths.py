@@ -33,7 +33,7 @@ CLASSIC_NAMES = {
     "verifiers:Client": "openai:AsyncOpenAI",
     **_moved("verifiers.types", "openai.types.chat", "ChatCompletion ChatCompletionToolParam"),
     "verifiers.types:Completion": "openai.types:Completion",
-    "verifiers.types:Tool": "verifiers.classic.tool_defs:ToolDef",
+    "verifiers.types:Tool": f"{_LATE}:ToolDef",
     **_moved("verifiers", _LATE, _LATE_TYPES),
     **_moved("verifiers.types", _LATE, _LATE_TYPES),
     # modules that have gone
@@ -89,7 +89,7 @@ CLASSIC_NAMES = {
     "verifiers.utils.message_utils:normalize_messages": "verifiers.types:as_messages",
     **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message"),
     "verifiers.utils.save_utils:make_dataset": "verifiers.classic.outputs:to_dataset",
-    **_moved("verifiers.utils.tool_utils", "verifiers.classic.tool_defs", "convert_func_to_tool_def"),
+    **_moved("verifiers.utils.tool_utils", _LATE, "convert_func_to_tool_def"),
     **_moved("verifiers.utils.tool_utils", "verifiers.envs.tools", "convert_func_to_oai_tool"),
 }
 """The place of each name that has gone or moved, by its classic place; both as "module:name"."""

@@ -1,4 +1,8 @@
-"""Types and functions of the classic package that nothing else here needs."""
+"""Types and functions of the classic package that nothing else here needs.
+
+A tool is written `vf.Tool(name, description, parameters)` by the late second generation. Inside it is OpenAI's dict,
+`{"type": "function", "function": {...}}`; a `ToolDef` is that dict, whose fields are found in both places.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verifiers.envs.tools import TOOL_FIELDS, convert_func_to_oai_tool, openai_tools
 from verifiers.errors import ConfigError
 from verifiers.parsers import messages as parsers_messages
 from verifiers.rubrics.rubric import Rubric
@@ -21,8 +26,9 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 __all__ = [
-    "ErrorChain", "MultiTurnMonitorRubric", "SandboxMonitorRubric", "ToolMonitorRubric", "concat_messages",
-    "ensure_keys", "log_level", "maybe_semaphore", "quiet_verifiers", "setup_client",
+    "ErrorChain", "MultiTurnMonitorRubric", "SandboxMonitorRubric", "ToolDef", "ToolMonitorRubric", "concat_messages",
+    "convert_func_to_tool_def", "ensure_keys", "log_level", "maybe_semaphore", "quiet_verifiers", "setup_client",
+    "tool_defs_of",
 ]  # fmt: skip
 
 Response = ModelResponse
@@ -60,6 +66,62 @@ class InputAudioContentPart(Record):
 
     def __init__(self, input_audio: Any = None, **fields: Any) -> None:
         super().__init__(type="input_audio", input_audio=input_audio, **fields)
+
+
+class ToolDef(Record):
+    """A tool's definition: OpenAI's dict, with `name`, `description`, `parameters` and `strict` as fields of its own.
+
+    `parameters` are a JSON schema of the arguments; `strict` asks the server to keep to it, and is left out where it
+    is None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        strict: bool | None = None,
+    ) -> None:
+        fields = {"name": name, "description": description, "parameters": dict(parameters or {}), "strict": strict}
+        dict.__init__(self, openai_tools([fields])[0])
+
+    @classmethod
+    def model_validate(cls, tool: Any) -> ToolDef:
+        """Return a tool given in any form: a `ToolDef`, OpenAI's dict, or fields as a dict or an object."""
+        if isinstance(tool, cls):
+            return tool
+        made = cls.__new__(cls)
+        dict.update(made, openai_tools([tool])[0])
+        return made
+
+    def __missing__(self, name: str) -> Any:
+        function = dict.get(self, "function") or {}
+        if name in function or name not in TOOL_FIELDS:
+            return function[name]
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        (self["function"] if name in TOOL_FIELDS else self)[name] = value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field, of either form."""
+        return self[name] if name in self or name in TOOL_FIELDS else default
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """Return name, description, parameters and strict."""
+        return {name: self[name] for name in TOOL_FIELDS}
+
+
+def convert_func_to_tool_def(func: Callable[..., Any]) -> ToolDef:
+    """Return a function's definition out of its signature and docstring; as `convert_func_to_oai_tool`."""
+    return ToolDef.model_validate(convert_func_to_oai_tool(func))
+
+
+def tool_defs_of(tools: Iterable[Any] | None) -> list[Any] | None:
+    """Return the tools as `ToolDef`s; a list that holds nothing else is returned itself, and so is None."""
+    if tools is None or (isinstance(tools, list) and all(isinstance(tool, ToolDef) for tool in tools)):
+        return tools
+    return [ToolDef.model_validate(tool) for tool in tools]
 
 
 class MissingKeyError(ConfigError):

@@ -25,7 +25,7 @@ from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, R
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from verifiers.classic.environment_api import ClassicCalls
+    from verifiers.classic.environments import ClassicCalls
 else:
     ClassicCalls = object
 
@@ -68,7 +68,7 @@ def _or_classic(is_present: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if is_present(args, kwargs):
                 return method(self, *args, **kwargs)
-            from verifiers.classic.environment_api import classic_call
+            from verifiers.classic.environments import classic_call
 
             return classic_call(method, self, *args, **kwargs)
 
@@ -99,13 +99,13 @@ def _parameters(method: Any) -> list[str]:
 
 
 class _ClassicCall:
-    """A method of `verifiers.classic.environment_api.ClassicCalls`."""
+    """A method of `verifiers.classic.environments.ClassicCalls`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, env: Any, owner: Any = None) -> Any:
-        from verifiers.classic.environment_api import ClassicCalls
+        from verifiers.classic.environments import ClassicCalls
 
         return vars(ClassicCalls)[self._name].__get__(env, owner)
 
@@ -300,14 +300,14 @@ class Environment(ClassicCalls):
     @property
     def tool_defs(self) -> Any:
         """`oai_tools`, its items as `vf.Tool`s; given as those, or as dicts of name, description, parameters."""
-        from verifiers.classic.tool_defs import tool_defs_of
+        from verifiers.classic.late_names import tool_defs_of
 
         self.oai_tools = tool_defs_of(self.oai_tools)
         return self.oai_tools
 
     @tool_defs.setter
     def tool_defs(self, tools: Any) -> None:
-        from verifiers.classic.tool_defs import tool_defs_of
+        from verifiers.classic.late_names import tool_defs_of
 
         self.oai_tools = tool_defs_of(tools)
 
@@ -323,14 +323,14 @@ class Environment(ClassicCalls):
             own = {name: vars(base)[name] for name in CLASSIC_METHODS & vars(base).keys()}
             names = [name for name, method in own.items() if _is_classic(name, method, _parameters(method)[1:])]
             if names:
-                from verifiers.classic.adapt import adapt
+                from verifiers.classic.environments import adapt
 
                 adapt(base, names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in CLASSIC_METHODS and name != "env_response" and _is_classic(name, value, _parameters(value)):
-            from verifiers.classic.adapt import set_on
+            from verifiers.classic.environments import set_on
 
             set_on(self, name, value)
 
