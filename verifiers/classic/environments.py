@@ -256,8 +256,9 @@ class ClassicCalls:
             Exception: the first failure that is no `vf.Error`; the other rollouts are cancelled. A `vf.Error` is kept
                 in its rollout's state, and raised only where every rollout failed.
         """
+        started = time.time()
+        rubric: Any = getattr(self, "rubric")  # noqa: B009 - the class that is typed has none
         ignore_keywords(self, kwargs, ClassicCalls.a_generate)
-        started, rubric = time.time(), self.rubric
         client = client if client is not None else getattr(self, "client", None)
         model = model if model is not None else getattr(self, "model", None)
         if client is None or model is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     ClassicCalls = object
 
-__all__ = ["Environment", "by_requests", "by_state"]
+__all__ = ["Environment", "by_requests", "by_state", "is_state_call", "names_of_classic"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,6 +96,20 @@ def _parameters(method: Any) -> list[str]:
         return list(inspect.signature(method).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def names_of_classic(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module in which `verifiers.classic` has further names."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            # asked by `from ... import`
+            raise AttributeError(name)
+        from verifiers.classic.import_paths import classic_name
+
+        return classic_name(module, name)
+
+    return get
 
 
 class _ClassicCall:

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from verifiers.envs import names_of_classic
 from verifiers.envs.conversation import add_response, ask_model, begin_turns, said_so_far
-from verifiers.envs.environment import Environment, by_state
+from verifiers.envs.environment import Environment, by_state, names_of_classic
 from verifiers.envs.lifecycle import marked_methods, maybe_await
 from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.keywords import EnvironmentOptions

@@ -53,7 +53,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         ) from error
     if env is None:
         raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
-    return env  # type: ignore[no-any-return]
+    return env
 
 
 def installed_environments() -> list[str]:
@@ -81,7 +81,7 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
             f"The module {module!r} was found for {env_id!r}, but it has no function load_environment(**kwargs) "
             "that returns an environment."
         )
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def _module_exists(name: str) -> bool:

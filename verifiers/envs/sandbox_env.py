@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
-from verifiers.envs import names_of_classic
+from verifiers.envs.environment import names_of_classic
 from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
 from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL

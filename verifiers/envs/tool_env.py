@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.concurrency import gather_owned
-from verifiers.envs import names_of_classic
-from verifiers.envs.environment import by_state
+from verifiers.envs.environment import by_state, names_of_classic
 from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.envs.tools import (

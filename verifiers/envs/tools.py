@@ -249,7 +249,7 @@ class _Binding:
             raise ToolParseError(self._complaint(error)) from error
         values = {name: getattr(checked, field) for name, field in self.fields.items()}
         values.update({name: self._hidden_value(name, arguments) for name in self.hidden})
-        bound = inspect.BoundArguments(inspect.Signature(list(self.parameters.values())), values)  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(inspect.Signature(list(self.parameters.values())), values)
         return list(bound.args), {**bound.kwargs, **(checked.model_extra or {})}
 
     def _hidden_value(self, name: str, arguments: Mapping[str, Any]) -> Any:
