@@ -109,14 +109,3 @@ async def test_an_empty_dataset_makes_an_environment_and_gives_empty_results(
 
 
 # -- calls by hand ------------------------------------------------------------------------------------------------
-
-
-async def test_a_dict_that_a_test_double_answers_with_is_given_back(rows: Rows) -> None:
-    class Double:
-        def __init__(self) -> None:
-            self.chat = self.completions = self
-
-        async def create(self, **_: Any) -> Any:
-            return {"ok": True}
-
-    assert await vf.SingleTurnEnv(dataset=rows).get_model_response(Double(), "m", PROMPT) == {"ok": True}

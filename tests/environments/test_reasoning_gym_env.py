@@ -78,13 +78,6 @@ async def test_partial_credit_is_a_score_and_not_an_exact_match() -> None:
     assert rewards["exact_match"] == 0.0
 
 
-@pytest.mark.parametrize(("reward", "weights"), [("score", [1.0, 0.0]), ("exact", [0.0, 1.0])])
-def test_both_rewards_are_reported_and_the_chosen_one_counts(reward: str, weights: list[float]) -> None:
-    env = reasoning_gym_env.load_environment(num_train=5, num_eval=5, reward=reward)
-    assert [function.__name__ for function in env.get_reward_funcs()] == ["score", "exact_match"]
-    assert env.get_reward_weights() == weights
-
-
 def stated_baselines() -> list[tuple[str, float, float, float]]:
     """Return the rows of the README's table."""
     readme = (Path(__file__).parents[2] / "environments" / "reasoning_gym_env" / "README.md").read_text()

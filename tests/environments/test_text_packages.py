@@ -11,7 +11,7 @@ import pytest
 import reverse_text
 import shelf
 import spell_backward
-from shelf_policies import DOUBLECHECK, MIXED_TEXT, SENTENCE_REPEATER
+from shelf_policies import DOUBLECHECK, SENTENCE_REPEATER
 
 import verifiers as vf
 
@@ -111,12 +111,3 @@ def test_sequences_are_completions_of_plain_text() -> None:
 )
 def test_terms_count_up_to_the_first_wrong_one(completion: str, share: float) -> None:
     assert complete_sequence.continued(completion, "10 12 14") == pytest.approx(share)
-
-
-def test_a_group_plays_and_scores_each_row_by_its_own_package() -> None:
-    env = vf.load_environment("mixed-text", num_eval=5)
-    assert sorted(set(env.get_eval_dataset()["task"])) == ["reverse-text", "sentence-repeater"]
-    block = shelf.play(env, MIXED_TEXT["repeats_only"], prompts=10)
-    rewards = {(rollout.task, rollout.reward, rollout.turns) for rollout in block}
-    assert rewards == {("reverse-text", 0.0, 1), ("sentence-repeater", 1.0, 4)}
-    assert [one.metrics["repeated"] for one in block if "repeated" in one.metrics] == [1.0] * 5

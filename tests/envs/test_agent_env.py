@@ -243,20 +243,6 @@ async def test_an_argument_that_the_endpoint_cannot_take_concerns_the_agent_that
     assert "no argument 'stop'" in group.rollouts[0].failure.text
 
 
-async def test_an_argument_of_the_run_that_the_endpoint_cannot_take_ends_the_run() -> None:
-    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-            await client.chat.completions.create(model=model, messages=row["prompt"], tools=tools)
-        return ""
-
-    runner = Run(env_of(run), WithoutStops(), "fake", {"stop": ["."]})
-    with pytest.raises(vf.ConfigError, match="no argument 'stop'"):
-        await runner.run_group(
-            [RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "6 times 7?"}], "42")]
-        )
-
-
 async def test_a_call_that_the_agent_gave_up_does_not_decide_the_outcome() -> None:
     has_gone_on = threading.Event()
 

@@ -237,19 +237,6 @@ def test_the_first_rows_to_evaluate_alternate_between_environments(evaluated: bo
         assert list(group.get_dataset(3)["answer"]) == everything[:3]
 
 
-async def test_teardown_reaches_every_environment() -> None:
-    ended: list[str] = []
-
-    class Ends(vf.SingleTurnEnv):
-        @vf.teardown
-        def end(self) -> None:
-            ended.append(self.label)  # type: ignore[attr-defined]
-
-    inner = vf.EnvGroup([Ends(dataset=rows("a"), label="a"), Ends(dataset=rows("b"), label="b")])
-    await vf.EnvGroup([inner, Ends(dataset=rows("c"), label="c")]).teardown()
-    assert ended == ["a", "b", "c"]
-
-
 def test_tokens_are_made_with_the_tools_of_the_rollouts_environment(group: vf.EnvGroup) -> None:
     seen: list[Any] = []
 

@@ -206,13 +206,6 @@ async def test_a_call_waiting_for_its_turn_is_not_late() -> None:
     assert replies(await run_one(env, python(cell, cell, cell), "done")) == ["1", "1", "1"]
 
 
-async def test_a_late_rollout_leaves_no_interpreter_behind() -> None:
-    env = vf.PythonEnv(eval_dataset=ROWS)
-    rollout = await run_one(env, python("import time; time.sleep(60)"), "done", timeout_s=1.0)
-    assert rollout.outcome is Outcome.TIMED_OUT
-    assert (env._slots, env._interpreters) == ({}, {})
-
-
 async def test_files_and_post_rollout_share_the_sandbox_with_the_code() -> None:
     class Graded(vf.PythonEnv):
         async def prepare_sandbox(self, sandbox: Any) -> None:

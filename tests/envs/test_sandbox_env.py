@@ -188,16 +188,6 @@ async def test_a_cancelled_or_late_rollout_leaves_no_sandbox_and_skips_post_roll
     assert env.graded == 1
 
 
-async def test_other_clean_ups_still_have_the_sandbox(opened: Any) -> None:
-    class Saves(vf.SandboxEnv):
-        @vf.cleanup
-        async def zip_the_work(self, state: vf.State) -> None:
-            await self.bash("zip", state["sandbox_id"])
-
-    await run_one(Saves(eval_dataset=ROWS), bash("a"), "done")
-    assert ([command for command, _ in opened[0].commands], opened[0].closed) == (["a", "zip"], 1)
-
-
 async def test_states_hold_the_sandboxes_id_and_times_alone(opened: Any) -> None:
     plain = await vf.ToolEnv(eval_dataset=ROWS).rollout({"prompt": ASK}, FakeClient("done"), "m")
     rollout = await run_one(vf.SandboxEnv(eval_dataset=ROWS), bash("a"), "done")

@@ -142,13 +142,6 @@ async def test_a_tool_that_hangs_is_told_of_and_keeps_no_other_tool_from_running
     assert said[100:] == ["The tool 'hang_too' did not finish within 1 s."] * 3 + ["2"]
 
 
-async def test_a_tools_own_timeout_error_is_its_own() -> None:
-    def gives_up() -> None:
-        raise TimeoutError("the database is slow")
-
-    assert await replies(env_with(gives_up), ("gives_up", {})) == ["the database is slow"]
-
-
 async def test_a_tool_that_exits_or_pretends_to_be_cancelled_ends_nothing_but_itself() -> None:
     def leave() -> None:
         raise SystemExit(3)

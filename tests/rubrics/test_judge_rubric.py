@@ -69,17 +69,6 @@ async def test_the_template_is_filled_and_braces_in_texts_are_safe() -> None:
     assert scored["judge_response"] == {expected: "yes"}
 
 
-async def test_the_default_template_shows_question_answer_and_response() -> None:
-    client = FakeClient("Yes.")
-    rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], parser=vf.XMLParser(["answer"]))
-    scored = state(completion="<answer>4</answer>", prompt="2+2?", answer="four")
-    await rubric.score_group([scored])
-    assert scored["reward"] == 1.0
-    [text] = asked(client)
-    for part in ("2+2?", "four", "\n4\n"):
-        assert part in text
-
-
 async def test_a_template_that_cannot_be_filled_says_what_it_may_have() -> None:
     rubric = vf.JudgeRubric(judge_client=FakeClient(), judge_prompt="{qestion} {answer}", funcs=[judge_yes_no])
     text = await error_of(rubric)

@@ -52,16 +52,6 @@ def test_a_wrong_number_of_weights_names_both_numbers() -> None:
         Rubric(funcs=[half, one], weights=[1])
 
 
-def test_extra_keywords_become_attributes_and_lists_of_callers_stay_theirs() -> None:
-    funcs = [half]
-    rubric = Rubric(funcs=funcs, threshold=0.3)
-    rubric.add_reward_func(one, weight=0.25)
-    rubric.add_metric(broken)
-    assert rubric.threshold == 0.3  # type: ignore[attr-defined]
-    assert rubric.weights == [1.0, 0.25, 0.0]
-    assert funcs == [half]
-
-
 async def test_arguments_are_injected_by_name() -> None:
     seen: dict[str, Any] = {}
 
