@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from verifiers.concurrency import gather_owned
@@ -167,8 +166,13 @@ class EnvGroupRubric(Rubric):
                 error = ConfigError(f"no environment of the group has the task {task!r}, only {sorted(self.env_map)}")
                 self.record_failure("EnvGroupRubric", of_task, error)
                 return [RolloutScore(0.0) for _ in of_task]
-            with _task_inside(of_task, route.task):
+            for state in of_task:
+                state["task"] = route.task
+            try:
                 return await self.member_scores(self.env_map[route.name].rubric, of_task)
+            finally:
+                for state in of_task:
+                    state["task"] = task
 
         return await _by_key([arguments_of(state)["task"] for state in states], states, score_task)
 
@@ -286,19 +290,6 @@ async def _by_key(
 
     await gather_owned([work_on(key) for key in places])
     return [results[place] for place in range(len(items))]
-
-
-@contextlib.contextmanager
-def _task_inside(states: Sequence[State], task: str) -> Iterator[None]:
-    """Give the states the task's name inside its environment while the block runs."""
-    names = [state.get("task") for state in states]
-    for state in states:
-        state["task"] = task
-    try:
-        yield
-    finally:
-        for state, name in zip(states, names, strict=True):
-            state["task"] = name
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from types import CoroutineType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 __all__ = [
@@ -25,18 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `func` and await the result where it can be awaited. Errors pass through as they are."""
     result = func(*args, **kwargs)
-    # the hot path: the general check costs four times as much as these, and is rarely needed
-    if type(result) in _PLAIN:
-        return result
-    if isinstance(result, CoroutineType) or inspect.isawaitable(result):
-        return await result
-    return result
+    return await result if inspect.isawaitable(result) else result
 
-
-_PLAIN = frozenset({bool, dict, list, str, tuple, type(None)})
 
 _MARKS = "_verifiers_marks"
-_FUNCTION_TYPES = frozenset({FunctionType, MethodType})
 
 
 class _Mark:
@@ -80,12 +72,9 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
     """
     cls: Any = type(obj)
     found = dict(_marked_names(cls, kind))
-    if not found and _FUNCTION_TYPES.isdisjoint(map(type, getattr(obj, "__dict__", {}).values())):
-        # nearly no environment has marked methods, and every rollout asks
-        return []
     for name, value in getattr(obj, "__dict__", {}).items():
         # other callables may answer to any attribute (mocks do), and would seem marked
-        if type(value) in _FUNCTION_TYPES:
+        if isinstance(value, (FunctionType, MethodType)):
             priority = getattr(value, _MARKS, {}).get(kind)
             if priority is not None:
                 found[name] = priority
