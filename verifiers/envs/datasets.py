@@ -186,15 +186,8 @@ def selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:
     return dataset if n < 0 else dataset.select(range(min(n, len(dataset))))
 
 
-def formatted(env: Any, dataset: Any) -> Any:
-    """Return the dataset as the environment formats it; a function that will return one is left for `LazyDataset`."""
-    if dataset is None or callable(dataset):
-        return dataset
-    return env.format_dataset(dataset, env.system_prompt, env.few_shot)
-
-
 class LazyDataset:
-    """A dataset as an attribute of an environment; a function in its place is called at the first reading."""
+    """A dataset as an attribute of an environment, which formats it; a function is called at the first reading."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -204,8 +197,10 @@ class LazyDataset:
             return self
         dataset = env.__dict__.get(self._name)
         if callable(dataset):
-            dataset = env.__dict__[self._name] = formatted(env, dataset())
-        return dataset
+            self.__set__(env, dataset())
+        return env.__dict__.get(self._name)
 
     def __set__(self, env: Any, dataset: Any) -> None:
+        if dataset is not None and not callable(dataset):
+            dataset = env.format_dataset(dataset, env.system_prompt, env.few_shot)
         env.__dict__[self._name] = dataset

@@ -191,8 +191,8 @@ class Environment(ClassicCalls):
             raise ConfigError(
                 'system_prompt and few_shot are not supported for completion tasks; use message_type="chat".'
             )
-        self.dataset = datasets.formatted(self, dataset)
-        self.eval_dataset = datasets.formatted(self, eval_dataset)
+        self.dataset = dataset
+        self.eval_dataset = eval_dataset
 
     def _repr_html_(self) -> str:
         return environment_html(self)

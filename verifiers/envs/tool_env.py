@@ -162,7 +162,7 @@ class ToolEnv(MultiTurnEnv):
         except ToolError as error:
             return self._failure(error, call.id)
         try:
-            # an override may raise, as the second generation's own did, and may answer with text alone
+            # an override may raise, and may answer with text alone
             message = await maybe_await(self.call_tool, call.name, arguments, call.id)
         except Exception as error:
             return self._failure(error, call.id)
