@@ -392,3 +392,18 @@ async def test_the_single_turn_environments_reply_is_the_classic_one(rows: Rows)
     state = vf.State()
     reply = await vf.SingleTurnEnv(dataset=rows).env_response([], state)
     assert reply == ([{"role": "user", "content": ""}], state)
+
+
+async def test_a_class_that_is_no_environment_may_bring_the_methods(client: FakeClient, rows: Rows) -> None:
+    class Mixin:
+        async def init_state(self, *args: Any) -> Any:
+            return {**await super().init_state(*args), "mine": 1}  # type: ignore[misc]
+
+        def is_completed(self, messages: Any, state: Any, **kwargs: Any) -> bool:
+            return len(messages) > 2
+
+    class Env(Mixin, Talks):  # type: ignore[misc]
+        pass
+
+    rollout = await run(Env(dataset=rows), client)
+    assert (rollout.turns, rollout.state["mine"], rollout.state["stop_condition"]) == (1, 1, "is_completed")

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -489,10 +489,10 @@ STEPS = frozenset(
 )  # fmt: skip
 
 
-def adapt(cls: Any, names: Iterable[str]) -> None:
-    """Replace or add methods of a class, so that its methods of these names take effect in the present interface."""
-    for name in names:
-        for place, wrapper in _wrappers(cls, name, vars(cls)[name]).items():
+def adapt(cls: Any, methods: Mapping[str, Any]) -> None:
+    """Replace or add methods of a class, so that these that it has take effect in the present interface."""
+    for name, method in methods.items():
+        for place, wrapper in _wrappers(cls, name, method).items():
             setattr(cls, place, wrapper)
 
 

@@ -331,15 +331,17 @@ class Environment(ClassicCalls):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for base in reversed(cls.__mro__):
-            if base is not cls and issubclass(base, Environment):
-                continue
-            own = {name: vars(base)[name] for name in CLASSIC_METHODS & vars(base).keys()}
-            names = [name for name, method in own.items() if _is_classic(name, method, _parameters(method)[1:])]
-            if names:
-                from verifiers.classic.environments import adapt
+        found = {}
+        for name in CLASSIC_METHODS:
+            owner = next((base for base in cls.__mro__ if name in vars(base)), Environment)
+            if owner is cls or not issubclass(owner, Environment):
+                method = vars(owner)[name]
+                if _is_classic(name, method, _parameters(method)[1:]):
+                    found[name] = method
+        if found:
+            from verifiers.classic.environments import adapt
 
-                adapt(base, names)
+            adapt(cls, found)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
