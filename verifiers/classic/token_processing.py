@@ -18,13 +18,7 @@ from typing import Any
 from verifiers.errors import ConfigError, MissingTokenIdsError
 from verifiers.parsers.messages import sanitize_tool_calls
 from verifiers.rollouts.rollout import Turn
-from verifiers.types import (
-    MessageRecord,
-    MessageType,
-    ModelResponse,
-    State,
-    message_field,
-)
+from verifiers.types import MessageRecord, MessageType, ModelResponse, State, message_field
 
 __all__ = [
     "chat_logprobs", "chat_tokens", "completion_logprobs", "completion_tokens", "cut", "process_chat",
