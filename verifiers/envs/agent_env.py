@@ -24,12 +24,9 @@ from verifiers.keywords import EnvironmentOptions
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import RolloutInput, State
 
-__all__ = ["AgentEnv", "AgentOptions", "GatewayEnv", "RunAgent"]
+__all__ = ["AgentEnv", "AgentOptions", "GatewayEnv"]
 
 logger = logging.getLogger("verifiers.envs")
-
-RunAgent = Callable[..., Any]
-"""`run(row, *, base_url, api_key, model)`, sync or async; gives the final answer, or items of the state."""
 
 WIND_UP_S = 5.0
 """Seconds that an agent has for its end after a call was refused for the budget."""
@@ -179,7 +176,7 @@ class AgentEnv(GatewayEnv):
         **kwargs: as `Environment`.
     """
 
-    def __init__(self, run: RunAgent, **kwargs: Unpack[AgentOptions]) -> None:
+    def __init__(self, run: Callable[..., Any], **kwargs: Unpack[AgentOptions]) -> None:
         super().__init__(**kwargs)
         if not callable(run):
             raise ConfigError(f"run is {run!r:.100}; give a function run(row, *, base_url, api_key, model).")

@@ -75,17 +75,17 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
 
 def plain(value: Any) -> Any:
     """Return nested dicts, lists and scalars out of pydantic objects, namespaces and the like."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
+    return json.loads(json.dumps(value, default=_fields))
+
+
+def _fields(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return dict(value)
     if hasattr(value, "model_dump"):
-        return drop_none(plain(value.model_dump()))
+        return drop_none(value.model_dump())
     if hasattr(value, "__dict__"):
-        return {name: plain(item) for name, item in vars(value).items() if not name.startswith("_")}
-    return json.loads(json.dumps(value, default=str))
+        return {name: item for name, item in vars(value).items() if not name.startswith("_")}
+    return str(value)
 
 
 def _printable_part(part: Any) -> str:
