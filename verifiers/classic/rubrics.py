@@ -150,7 +150,7 @@ async def call_reward_func(
         return value
     weights = [rubric.reward_weights[place] for place, own in enumerate(rubric.reward_funcs) if own is func]
     is_metric = bool(weights) and not any(weights)
-    rubric.record_failure(reward_name(func), [] if is_metric else states, value)
+    rubric.record_failure(reward_name(func), [] if is_metric else [state], value)
     return math.nan if is_metric else 0.0
 
 
@@ -225,23 +225,20 @@ def _with_class_objects(rubric: Any, objects: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _filled(rows: Sequence[tuple[Any, ...]]) -> Iterator[list[State]]:
-    """Give the rows' states the rows' columns while the block runs, for that is where scoring reads them."""
-    given = [State() if row[3] is None else row[3] for row in rows]
-    # one state may serve several rows
-    states = given if len({id(state) for state in given}) == len(rows) else [State(state) for state in given]
-    before = [{name: state[name] for name in COLUMNS if name in state} for state in states]
-    for (prompt, completion, answer, _, task, info), state, kept in zip(rows, states, before, strict=True):
-        if kept.get("completion") in ([], ""):
-            # an earlier release left it empty, and what is written for a later one reads it there
-            kept["completion"] = completion
-        state.update(prompt=prompt, completion=completion, answer=answer, task=task, info=info or {})
+    """Give states with the rows' columns, where scoring reads them; what else they get goes to the rows' states."""
+    filled = [
+        State(state or {}, prompt=prompt, completion=completion, answer=answer, task=task, info=info or {})
+        for prompt, completion, answer, state, task, info in rows
+    ]
     try:
-        yield states
+        yield filled
     finally:
-        for state, kept in zip(states, before, strict=True):
-            for name in COLUMNS:
-                state.pop(name, None)
-            state.update(kept)
+        for (_, completion, _, state, *_), scored in zip(rows, filled, strict=True):
+            if state is not None:
+                if state.get("completion") in ([], ""):
+                    # an earlier release left it empty, and what is written for a later one reads it there
+                    state["completion"] = completion
+                state.update({name: value for name, value in scored.items() if name not in COLUMNS})
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------
