@@ -17,14 +17,13 @@ from fractions import Fraction
 from typing import Any
 
 from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
-from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser, ThinkParser, extract_boxed_answer
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import SingleFlight
 from verifiers.sandbox.worker_pool import WorkerPool
 from verifiers.types import RewardFunc
 
-__all__ = ["MathRubric", "MathVerdict", "answer_text", "exact_match", "math_verdict", "math_verdict_blocking"]
+__all__ = ["MathRubric", "MathVerdict", "answer_text", "exact_match", "math_verdict"]
 
 MAX_ANSWER_CHARS = 1000
 TIMEOUT_S = 5.0
@@ -137,15 +136,6 @@ async def math_verdict(
     expected, given = answer_text(answer), answer_text(response)
     verdict = exact_match(expected, given, max_chars)
     return verdict or await _by_worker(expected, given, timeout_s)
-
-
-def math_verdict_blocking(
-    answer: Any, response: Any, *, timeout_s: float = TIMEOUT_S, max_chars: int = MAX_ANSWER_CHARS
-) -> MathVerdict:
-    """Compare a response with the right answer, as `math_verdict`, without an event loop."""
-    expected, given = answer_text(answer), answer_text(response)
-    verdict = exact_match(expected, given, max_chars)
-    return verdict or run_blocking(lambda: _by_worker(expected, given, timeout_s))
 
 
 # -- by the text -----------------------------------------------------------------------------------------------------

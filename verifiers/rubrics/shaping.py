@@ -7,14 +7,9 @@ from typing import Any
 
 from verifiers.errors import ConfigError, GradingError
 from verifiers.inference.wire import plain_data, sampled_tokens
+from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser, extract_boxed_answer
-from verifiers.rubrics.math_rubric import (
-    MAX_ANSWER_CHARS,
-    TIMEOUT_S,
-    MathVerdict,
-    math_verdict,
-    math_verdict_blocking,
-)
+from verifiers.rubrics.math_rubric import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, math_verdict
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import RewardFunc, State, message_field, message_text
 
@@ -119,12 +114,8 @@ def r1_zero_reward(
     Raises:
         GradingError: the workers that compare answers do not run.
     """
-    given = _answer_in(response)
-    right = given is not None and any(
-        math_verdict_blocking(one, given, timeout_s=timeout_s, max_chars=max_answer_chars) is MathVerdict.RIGHT
-        for one in _alternatives(ground_truth)
-    )
-    return {"format": float(given is not None), "answer": float(right), "reward": float(right)}
+    right, formatted = run_blocking(lambda: _r1_zero(response, ground_truth, timeout_s, max_answer_chars))
+    return {"format": formatted, "answer": right, "reward": right}
 
 
 def r1_zero_rubric(
@@ -133,19 +124,22 @@ def r1_zero_rubric(
     """Return a rubric that scores by `r1_zero_reward`: its answer is the reward, its format a metric."""
 
     async def r1_zero_answer(completion: Any, answer: Any, parser: Parser) -> float:
-        given = _answer_in(_text_of(completion, parser))
-        if given is None:
-            return 0.0
-        for one in _alternatives(answer):
-            verdict = await math_verdict(one, given, timeout_s=timeout_s, max_chars=max_answer_chars)
-            if verdict is MathVerdict.RIGHT:
-                return 1.0
-        return 0.0
+        return (await _r1_zero(_text_of(completion, parser), answer, timeout_s, max_answer_chars))[0]
 
     def r1_zero_format(completion: Any, parser: Parser) -> float:
         return float(_answer_in(_text_of(completion, parser)) is not None)
 
     return Rubric(funcs=[r1_zero_answer, r1_zero_format], weights=[1.0, 0.0], **kwargs)
+
+
+async def _r1_zero(response: str, truth: Any, timeout_s: float, max_chars: int) -> tuple[float, float]:
+    given = _answer_in(response)
+    if given is None:
+        return 0.0, 0.0
+    for one in truth if isinstance(truth, (list, tuple)) else [truth]:
+        if await math_verdict(one, given, timeout_s=timeout_s, max_chars=max_chars) is MathVerdict.RIGHT:
+            return 1.0, 1.0
+    return 0.0, 1.0
 
 
 def _answer_in(response: str) -> str | None:
@@ -160,10 +154,6 @@ def _answer_in(response: str) -> str | None:
 def _text_of(completion: Any, parser: Parser) -> str:
     messages = parser.get_assistant_messages(completion)
     return message_text(messages[-1]) if messages else ""
-
-
-def _alternatives(ground_truth: Any) -> Sequence[Any]:
-    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
 
 
 class EpisodicSumRubric(Rubric):
