@@ -7,16 +7,15 @@ from .data.adaptive_curriculum import curriculum_from as curriculum_from
 from .data.sampler import RepeatSampler as RepeatSampler
 from .envs.agent_env import AgentEnv as AgentEnv
 from .classic.example_datasets import load_example_dataset as load_example_dataset
-from .classic.tool_defs import ToolDef as Tool
+from .classic.late_names import ToolDef as Tool
 from .envs.env_group import EnvGroup as EnvGroup
 from .envs.environment import Environment as Environment
 from .envs.external_env import ExternalEnv as ExternalEnv
 from .envs.lifecycle import cleanup as cleanup, stop as stop, teardown as teardown
-from .envs.multiturn_env import MultiTurnEnv as MultiTurnEnv
+from .envs.multiturn_env import MultiTurnEnv as MultiTurnEnv, SingleTurnEnv as SingleTurnEnv
 from .envs.program_env import ProgramEnv as ProgramEnv
 from .envs.registry import load_environment as load_environment
 from .envs.sandbox_env import PythonEnv as PythonEnv, SandboxEnv as SandboxEnv
-from .envs.singleturn_env import SingleTurnEnv as SingleTurnEnv
 from .envs.tool_env import StatefulToolEnv as StatefulToolEnv, ToolEnv as ToolEnv
 from .errors import (
     AgentError as AgentError,
@@ -47,19 +46,19 @@ from .integrations.textarena import TextArenaEnv as TextArenaEnv
 from .log import setup_logging as setup_logging
 from .parsers.messages import print_prompt_completions_sample as print_prompt_completions_sample
 from .parsers.parser import (
+    MaybeThinkParser as MaybeThinkParser,
     Parser as Parser,
+    ThinkParser as ThinkParser,
     extract_boxed_answer as extract_boxed_answer,
     extract_hash_answer as extract_hash_answer,
 )
-from .parsers.think_parser import MaybeThinkParser as MaybeThinkParser, ThinkParser as ThinkParser
 from .parsers.xml_parser import XMLParser as XMLParser
 from .rollouts.block import BatchRequest as BatchRequest
 from .rollouts.generator import AsyncBatchGenerator as AsyncBatchGenerator
 from .rubrics.judge_rubric import JudgeRubric as JudgeRubric
 from .rubrics.math_rubric import MathRubric as MathRubric
 from .rubrics.ranking_rubric import RankingRubric as RankingRubric
-from .rubrics.rubric import Rubric as Rubric
-from .rubrics.rubric_group import RubricGroup as RubricGroup
+from .rubrics.rubric import Rubric as Rubric, RubricGroup as RubricGroup
 from .rubrics.shaping import (
     EpisodicSumRubric as EpisodicSumRubric,
     overlong_penalty as overlong_penalty,

@@ -12,7 +12,6 @@ from datasets import Dataset
 
 import verifiers as vf
 from verifiers.envs.datasets import format_dataset
-from verifiers.evals.evaluation_run import new_run
 from verifiers.keywords import warn_once
 from verifiers.testing import FakeClient
 
@@ -106,64 +105,7 @@ async def test_an_empty_dataset_makes_an_environment_and_gives_empty_results(
     assert len(vf.EnvGroup([env, vf.SingleTurnEnv(dataset=[{"question": "q"}])]).get_dataset()) == 1
 
 
-def test_an_evaluation_of_no_rows_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(vf.ConfigError, match="the dataset has no rows to evaluate"):
-        new_run(tmp_path, {"num_examples": 0, "rollouts_per_example": 1}, vf.Rubric())
-
-
 # -- functions that are awaited, and the order of a group's rows ----------------------------------------------------
 
 
-async def test_the_functions_of_a_tool_rubric_can_be_awaited() -> None:
-    rubric = vf.ToolRubric(tools=["add", "sub"])
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    completion: Any = [{"role": "assistant", "content": "", "tool_calls": [call, call]}]
-    assert await rubric.total_tool_calls(completion) == 2.0
-    assert [await func(completion) for func in rubric.reward_funcs] == [2.0, 2.0, 0.0]  # type: ignore[misc]
-
-
-def test_the_first_eval_rows_of_a_group_are_those_of_its_first_environment(rows: Rows) -> None:
-    group = vf.EnvGroup([vf.SingleTurnEnv(dataset=rows), vf.SingleTurnEnv(eval_dataset=rows)], env_names=["a", "b"])
-    assert list(group.get_eval_dataset(n=4)["task"]) == ["a", "a", "a", "b"]
-    assert list(group.rows_to_evaluate(4)["task"]) == ["a", "b", "a", "b"]
-
-
 # -- calls by hand ------------------------------------------------------------------------------------------------
-
-
-async def test_a_rollout_called_as_in_the_first_generation_leaves_its_states_completion_empty(
-    rows: Rows, client: FakeClient
-) -> None:
-    completion, state = await vf.SingleTurnEnv(dataset=rows).rollout(client, "m", PROMPT)
-    assert ([message["content"] for message in completion], state["completion"]) == (["re: q"], [])
-
-
-async def test_a_dict_that_a_test_double_answers_with_is_given_back(rows: Rows) -> None:
-    class Double:
-        def __init__(self) -> None:
-            self.chat = self.completions = self
-
-        async def create(self, **_: Any) -> Any:
-            return {"ok": True}
-
-    assert await vf.SingleTurnEnv(dataset=rows).get_model_response(Double(), "m", PROMPT) == {"ok": True}
-
-
-async def test_no_prompts_have_no_scores() -> None:
-    group = vf.RubricGroup([vf.Rubric([lambda completion: 1.0])])
-    scores = await group.score_rollouts([], [], [], [vf.State()])
-    assert (scores.reward, list(scores.metrics.values())) == ([], [[]])
-    group.rubrics.clear()
-    with pytest.raises(AssertionError, match="at least one rubric"):
-        group.add_metric(len)
-
-
-def test_token_ids_are_read_in_either_spelling_and_never_guessed_from_text(rows: Rows) -> None:
-    def response(*tokens: str) -> Any:
-        return {"choices": [{"logprobs": {"content": [{"token": token} for token in tokens]}}]}
-
-    read = vf.SingleTurnEnv(dataset=rows).parse_chat_completion_tokens
-    assert (read(response("token_id:7", "token_id:8")), read(response("id:7"))) == ([7, 8], [7])
-    for text in ("7", "my_id:7", "id:7x", "id:"):
-        with pytest.raises(vf.ModelError, match="neither token_ids nor tokens written as 'token_id:123'"):
-            read(response(text))

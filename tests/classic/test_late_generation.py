@@ -128,26 +128,6 @@ async def test_an_environment_that_counts_turns_itself_still_gets_all_of_them(
     assert (type(state["turn"]), state["turn"]) == (int, 7 if begins else 8)
 
 
-async def test_a_late_count_of_turns_is_exact_where_setup_state_begins_it(rows: Rows, client: FakeClient) -> None:
-    class Counts(vf.MultiTurnEnv):
-        async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
-            state["turn"] = 0
-            return state
-
-        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
-            state["turn"] = state.get("turn", 0) + 1
-            return [{"role": "user", "content": f"turn {state['turn']}"}]
-
-        @vf.stop
-        async def enough(self, state: vf.State) -> bool:
-            return bool(state.get("turn", 0) >= 3)
-
-    results = await Counts(dataset=rows, max_turns=9).evaluate(client, "m", num_examples=1)
-    (state,) = results.state
-    assert [m["content"] for m in state["completion"] if m["role"] == "user"] == ["turn 1", "turn 2", "turn 3"]
-    assert (len(state["trajectory"]), state["turn"], state["stop_condition"]) == (3, 3, "enough")
-
-
 async def test_timeout_seconds_ends_a_rollout_with_what_was_said_and_it_is_scored(
     rows: Rows, pass_time: Callable[[float], None]
 ) -> None:
@@ -210,17 +190,6 @@ def test_groups_and_late_assignments_take_datasets_as_functions(rows: Rows) -> N
 # -- tool calls -------------------------------------------------------------------------------------------------
 
 
-def test_a_tool_call_is_made_of_its_fields_and_is_openais_dict() -> None:
-    call = vf.ToolCall(id="c1", name="add", arguments='{"a": 1}')
-    assert (call.id, call.name, call.arguments) == ("c1", "add", '{"a": 1}')
-    assert call == {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    message = vf.AssistantMessage(content="", tool_calls=[call])
-    assert message.tool_calls[0].function.name == "add"
-    read = vf.AssistantMessage(content=[{"type": "text", "text": "t"}], tool_calls=[dict(call)])
-    assert isinstance(read.tool_calls[0], vf.ToolCall)
-    assert not isinstance(read.content[0], vf.ToolCall)
-
-
 def test_a_functions_definition_is_a_tool() -> None:
     from verifiers.utils.tool_utils import convert_func_to_oai_tool, convert_func_to_tool_def
 
@@ -265,15 +234,6 @@ async def test_an_error_of_one_rollout_is_kept_in_its_state_and_the_others_have_
     assert [type(state["error"]) for state in results.state] == [type(None), vf.SandboxError, type(None)]
     assert [output["error"] is None for output in results.outputs] == [True, False, True]
     assert results.metadata.avg_error == pytest.approx(1 / 3)
-
-
-async def test_other_errors_and_errors_of_every_rollout_are_raised(rows: Rows, client: FakeClient) -> None:
-    with pytest.raises(vf.SandboxError, match="gone"):
-        await Breaks(dataset=rows[1:2]).evaluate(client, "m")
-    env = Breaks(dataset=rows)
-    env.error = KeyError("oops")
-    with pytest.raises(KeyError, match="oops"):
-        await env.evaluate(client, "m")
 
 
 async def test_results_have_the_fields_of_the_second_generation(rows: Rows, client: FakeClient) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import logging
 import subprocess
 import sys
 from typing import Any
@@ -122,10 +121,6 @@ def test_moved_modules_are_modules_in_every_form_of_import() -> None:
         _ = importlib.import_module("verifiers.utils.env_utils").nothing
 
 
-def test_every_error_is_one_of_ours() -> None:
-    assert all(issubclass(getattr(vf, name), vf.Error) for name in ERRORS)
-
-
 @pytest.mark.parametrize("name", ["CliAgentEnv", "Env", "HarborEnv", "RLMEnv", "RLTrainer", "v1"])
 def test_names_that_are_not_promised_say_so_in_both_forms_of_import(name: str) -> None:
     if name != "v1":
@@ -228,15 +223,6 @@ def test_a_client_is_made_of_a_config_a_mapping_or_an_object(monkeypatch: pytest
         setup_client({"base": "x"})
 
 
-async def test_maybe_await_takes_both_kinds() -> None:
-    from verifiers.utils.async_utils import maybe_await
-
-    async def later(x: int) -> int:
-        return x
-
-    assert [await maybe_await(later, 1), await maybe_await(lambda x: x, x=2), await maybe_await(dict)] == [1, 2, {}]
-
-
 def printed(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> str:
     out = io.StringIO()
     monkeypatch.setenv("COLUMNS", "120")
@@ -259,21 +245,3 @@ def test_a_sample_of_rollouts_is_printed_with_rewards(monkeypatch: pytest.Monkey
     newest = printed(monkeypatch, ["a"], ["b"], [ValueError("broke")], [0.25], 3, 1)
     assert ("Step 3" in newest, "0.25" in newest, "broke" in newest) == (True, True, True)
     assert "0.25" in printed(monkeypatch, prompts=["a"], completions=["b"], rewards=[0.25], step=1, num_samples=5)
-
-
-def test_missing_keys_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HERE", "1")
-    vf.ensure_keys(["HERE"])
-    with pytest.raises(ValueError, match="The environment variables A_KEY, B_KEY are not set") as caught:
-        vf.ensure_keys(["A_KEY", "HERE", "B_KEY"])
-    assert (type(caught.value), caught.value.keys) == (vf.MissingKeyError, ["A_KEY", "B_KEY"])
-
-
-def test_the_log_is_quieter_inside_a_block() -> None:
-    logger = logging.getLogger("verifiers")
-    before = logger.level
-    with vf.log_level("DEBUG"):
-        assert logger.level == logging.DEBUG
-        with vf.quiet_verifiers():
-            assert logger.level == logging.WARNING
-    assert logger.level == before

@@ -38,9 +38,6 @@ def test_expressions_have_as_many_operations_as_asked_for_and_their_value(steps:
     ("name", "arguments", "told"),
     [
         ("add", {"a": 2, "b": 40}, "42"),
-        ("subtract", {"a": 2, "b": 40}, "-38"),
-        ("multiply", {"a": 2, "b": 40}, "80"),
-        ("remainder", {"a": -1, "b": 40}, "39"),
         ("remainder", {"a": 2, "b": 0}, "b must be 1 or more"),
         ("divide", {"a": 2, "b": 1}, "There is no tool 'divide'"),
         ("add", {"a": 2}, "b"),
@@ -54,11 +51,6 @@ def test_a_tool_says_its_result_or_what_is_wrong(name: str, arguments: dict[str,
     assert (rollout.reward, rollout.metrics["total_tool_calls"]) == (1.0, 1.0)
 
 
-def test_numbers_that_grow_without_bound_are_refused() -> None:
-    with pytest.raises(ValueError, match="too large"):
-        arithmetic_tools.multiply(1 << 20_000, 3)
-
-
 def test_the_answer_may_have_separators_of_thousands_but_must_be_in_the_last_message() -> None:
     env = vf.load_environment("arithmetic-tools")
     assert shelf.reward_of(env, lambda turn: tagged("answer", f"{int(turn.answer):,}")) == 1.0
@@ -68,9 +60,3 @@ def test_the_answer_may_have_separators_of_thousands_but_must_be_in_the_last_mes
         return {"content": tagged("answer", turn.answer), **call} if turn.number == 0 else "That was it."
 
     assert shelf.reward_of(env, answers_too_early) == 0.0
-
-
-@pytest.mark.parametrize("steps", [1, 21])
-def test_too_few_or_too_many_operations_are_refused(steps: int) -> None:
-    with pytest.raises(vf.ConfigError, match=f"steps={steps} must lie between 2 and 20"):
-        vf.load_environment("arithmetic-tools", steps=steps)

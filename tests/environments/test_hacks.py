@@ -22,24 +22,17 @@ def says_both_results(turn: Turn) -> str:
 
 HACKS: list[tuple[str, str, Policy, float]] = [
     ("reverse_text", "every letter twice", lambda turn: tagged("reversed_text", string.ascii_lowercase * 2), 0.0),
-    ("reverse_text", "commonest letters", lambda turn: tagged("reversed_text", ". e a t o" * 4), 0.0),
     ("reverse_text", "right and wrong", lambda turn: tagged("reversed_text", turn.answer + turn.question), 0.05),
-    ("reverse_text", "everything thrice", lambda turn: tagged("reversed_text", turn.answer * 3), 0.0),
     ("reverse_text", "without tags", lambda turn: turn.answer, 0.0),
-    ("reverse_text", "empty tags", lambda turn: tagged("reversed_text", ""), 0.0),
     ("spell_backward", "both words", lambda turn: f"{turn.answer} {turn.answer[::-1]}", 0.0),
-    ("spell_backward", "a list of letters", lambda turn: ", ".join(turn.answer), 0.0),
     ("spell_backward", "a sentence about it", lambda turn: f"The word is {turn.answer}.", 0.0),
     ("doublecheck", "two answers", both_answers, 0.0),
     ("doublecheck", "two results", says_both_results, 0.0),
-    ("doublecheck", "every number", lambda turn: tagged("answer", NUMBERS), 0.0),
     ("doublecheck", "yes", lambda turn: "Yes, I am sure." if turn.number else tagged("answer", turn.answer), 0.0),
     ("arithmetic_tools", "two answers", both_answers, 0.0),
     ("arithmetic_tools", "two results", says_both_results, 0.0),
     ("arithmetic_tools", "tools for nothing", lambda turn: {"tool_calls": [{"name": "add", "arguments": "{}"}]}, 0.0),
     ("wordle", "every word at once", lambda turn: " ".join(tagged("guess", word) for word in SECRETS), 0.05),
-    ("wordle", "words in one guess", lambda turn: tagged("guess", " ".join(SECRETS)), 0.0),
-    ("wordle", "vowels", lambda turn: tagged("guess", "aeiou"), 0.0),
     ("wordle", "no tags", lambda turn: turn.answer, 0.0),
     ("xml_tools", "two results", says_both_results, 0.0),
     (
@@ -48,12 +41,10 @@ HACKS: list[tuple[str, str, Policy, float]] = [
         lambda turn: f"<tool>{{}}</tool>{tagged('answer', turn.answer)}",
         0.0,
     ),
-    ("xml_tools", "own result", lambda turn: f"<result>{turn.answer}</result>", 0.0),
     ("sentence_repeater", "two sentences", lambda turn: " ".join(sentences(turn)[turn.number :][:2]), 0.25),
     ("sentence_repeater", "all at once", lambda turn: turn.question, 0.0),
     ("complete_sequence", "every number", lambda turn: ", ".join(NUMBERS.split()), 0.0),
     ("complete_sequence", "in another line", lambda turn: "\n" + ", ".join(turn.answer.split()), 0.0),
-    ("complete_sequence", "in words", lambda turn: f"the next are {turn.answer}", 0.0),
     ("complete_sequence", "right after wrong", lambda turn: "0, " + ", ".join(turn.answer.split()), 0.0),
 ]
 SECRETS = ["crane", "slate", "about", "house", "piano"]

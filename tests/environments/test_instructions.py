@@ -40,42 +40,30 @@ FOX = "A fox is red and quick"
 @pytest.mark.parametrize(
     ("text", "constraints", "share"),
     [
-        (FOX, {"at_most": 6}, 1.0),
         (FOX, {"at_most": 5}, 0.0),
         (FOX, {"at_least": 6}, 1.0),
-        (FOX, {"at_least": 7}, 0.0),
         ("A fox is red. It runs fast!", {"sentences": 2}, 1.0),
-        ("A fox is red. It runs 3.5 km", {"sentences": 2}, 1.0),
         ("A fox is red... It runs. And sleeps", {"sentences": 2}, 0.0),
         ("- a red fox\n- it runs", {"bullets": 2}, 1.0),
         ("- a red fox\n- it runs\nThe end", {"bullets": 2}, 0.0),
-        ("* a red fox\n* it runs", {"bullets": 2}, 0.0),
         (f"{FOX} every Day.", {"word": "day"}, 1.0),
-        (f"{FOX} these days", {"word": "day"}, 0.0),
         (f"{FOX} day by day", {"twice": "day"}, 1.0),
         (f"{FOX} day day day", {"twice": "day"}, 0.0),
         (FOX, {"without": "and"}, 0.0),
-        (FOX, {"without": "of"}, 1.0),
-        (FOX, {"no_comma": ","}, 1.0),
         (f"{FOX}, no?", {"no_comma": ","}, 0.0),
         (FOX.lower(), {"lower": ""}, 1.0),
         (FOX, {"lower": ""}, 0.0),
-        (FOX.upper(), {"upper": ""}, 1.0),
         (f"Once, {FOX}", {"begin": "Once"}, 1.0),
         (f"{FOX}. The end!", {"end": "the end"}, 1.0),
-        (f"{FOX}. The end of it.", {"end": "the end"}, 0.0),
         (f'"{FOX}"', {"quotes": '"'}, 1.0),
         (f'"{FOX}" I say', {"quotes": '"'}, 0.0),
         (json.dumps({"text": FOX}), {"json": "text"}, 1.0),
-        (json.dumps({"text": [FOX]}), {"json": "text"}, 0.0),
         ('{"text":' * 400, {"json": "text"}, 0.0),
         (f"Describe a fox. {FOX}", {"repeat": "Describe a fox."}, 1.0),
         (FOX, {"repeat": "Describe a fox."}, 0.0),
         (FOX, {"no_comma": ",", "lower": ""}, 0.5),
         # off the subject, the prompt given back, or too long
         ("A cat is red and quick", {"no_comma": ","}, 0.0),
-        ("", {"no_comma": ","}, 0.0),
-        ("fox fox fox fox fox", {"no_comma": ","}, 0.0),
         ("Describe a fox. Use no comma.", {"no_comma": ","}, 0.0),
         ("Describe a fox.", {"repeat": "Describe a fox."}, 0.0),
         (f"{FOX} " * 400, {"no_comma": ","}, 0.0),
@@ -91,8 +79,3 @@ def test_every_kind_is_asked_and_subjects_are_held_out() -> None:
     load = [row if isinstance(row, dict) else json.loads(row) for row in [*train, *evaluation]]
     assert {name for row in load for name in json.loads(row["constraints"])} == set(instructions.KINDS)
     assert not {row["subject"] for row in load[: len(train)]} & {row["subject"] for row in load[len(train) :]}
-
-
-def test_a_level_that_is_not_there_is_named() -> None:
-    with pytest.raises(vf.ConfigError, match="level=4"):
-        vf.load_environment("instructions", level=4)

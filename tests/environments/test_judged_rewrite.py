@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import judged_rewrite
 import pytest
 import shelf
 from shelf import Policy
-from shelf_policies import JUDGED_REWRITE, scripted_judge
+from shelf_policies import JUDGED_REWRITE
 
 import verifiers as vf
 from verifiers.errors import NothingScoredError
@@ -67,19 +66,3 @@ def test_what_does_not_fit_is_worth_nothing_and_the_judge_is_not_asked(change: C
 def test_a_judge_that_fails_is_a_grading_error(said: Any) -> None:
     with FakeOpenAIServer(said) as judge, pytest.raises(NothingScoredError, match="GradingError"):
         rewrite(judge, JUDGED_REWRITE["oracle"])
-
-
-def test_a_judge_that_is_unclear_is_asked_again() -> None:
-    with FakeOpenAIServer(["perhaps", "Yes."]) as judge:
-        assert rewrite(judge, JUDGED_REWRITE["oracle"]).reward == 1.0
-    assert len(judge.requests) == 2
-
-
-def test_the_scripted_judge_tells_rude_from_polite() -> None:
-    def asked(text: str) -> str:
-        content = judged_rewrite.JUDGE_PROMPT.format(question="?", response=text)
-        return scripted_judge({"messages": [{"role": "user", "content": content}]})
-
-    assert asked("Could you please send it?") == "Yes."
-    assert asked("Please, even you can do it.") == "No."
-    assert asked("Send it.") == "No."

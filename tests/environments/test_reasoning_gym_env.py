@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +78,6 @@ async def test_partial_credit_is_a_score_and_not_an_exact_match() -> None:
     assert rewards["exact_match"] == 0.0
 
 
-@pytest.mark.parametrize(("reward", "weights"), [("score", [1.0, 0.0]), ("exact", [0.0, 1.0])])
-def test_both_rewards_are_reported_and_the_chosen_one_counts(reward: str, weights: list[float]) -> None:
-    env = reasoning_gym_env.load_environment(num_train=5, num_eval=5, reward=reward)
-    assert [function.__name__ for function in env.get_reward_funcs()] == ["score", "exact_match"]
-    assert env.get_reward_weights() == weights
-
-
-def test_the_environment_is_found_by_its_entry_point() -> None:
-    (entry_point,) = entry_points(group="verifiers.environments", name="reasoning-gym-env")
-    assert entry_point.load() is reasoning_gym_env.load_environment
-
-
 def stated_baselines() -> list[tuple[str, float, float, float]]:
     """Return the rows of the README's table."""
     readme = (Path(__file__).parents[2] / "environments" / "reasoning_gym_env" / "README.md").read_text()
@@ -115,7 +102,3 @@ def test_scripted_policies_score_what_the_readme_says(
         client = FakeClient(lambda body, script=script: script[body["messages"][-1]["content"]])
         rewards = env.evaluate_sync(client, "m")["reward"]
         assert sum(rewards) / 50 == pytest.approx(expected[name], abs=0.0006), name
-
-
-def test_the_readme_states_a_baseline() -> None:
-    assert len(stated_baselines()) == 6

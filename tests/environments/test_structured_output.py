@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-import shelf
 import structured_output
 
 import verifiers as vf
@@ -31,29 +30,16 @@ def reward(text: str, answer: str = ANSWER) -> tuple[float, float, float]:
         (ANSWER, (1.0, 1.0, 1.0)),
         (f"```json\n{ANSWER}\n```", (1.0, 1.0, 1.0)),
         (f"<think>hm {{}}</think>\n{ANSWER}", (1.0, 1.0, 1.0)),
-        (json.dumps(json.loads(ANSWER), indent=2), (1.0, 1.0, 1.0)),
         (ANSWER.replace("30", "31"), (0.8, 0.0, 1.0)),
         (ANSWER.replace("30", '"30"'), (0.8, 0.0, 1.0)),
-        (ANSWER.replace("30", "30.0"), (0.8, 0.0, 1.0)),
-        (ANSWER.replace("true", "1"), (0.8, 0.0, 1.0)),
         (ANSWER.replace('"French", ', ""), (0.6, 0.0, 1.0)),
         (ANSWER.replace("}, ", '}, "city": "Rome", "day": {}, "hours": [], '), (5 / 8, 0.0, 1.0)),
-        (json.dumps(json.loads(ANSWER)["person"]), (0.0, 0.0, 1.0)),
-        ("{}", (0.0, 0.0, 1.0)),
-        (f"[{ANSWER}]", (0.0, 0.0, 0.0)),
         (f"Here it is: {ANSWER}", (0.0, 0.0, 0.0)),
-        (f"{ANSWER}\n{ANSWER}", (0.0, 0.0, 0.0)),
         (ANSWER.replace("30", "NaN"), (0.0, 0.0, 0.0)),
-        (ANSWER.replace("30", "1e999"), (0.0, 0.0, 0.0)),
-        (ANSWER.replace("30", "7" * 3000), (0.8, 0.0, 1.0)),
-        (ANSWER.replace("30", "7" * 5000), (0.0, 0.0, 0.0)),
         (ANSWER.replace('"age": 30', '"age": 30, "age": 30'), (0.0, 0.0, 0.0)),
         (ANSWER.replace("{", "{" + " " * 5000, 1), (0.0, 0.0, 0.0)),
-        ('{"a":' * 100 + "1" + "}" * 100, (0.0, 0.0, 1.0)),
         ('{"a":' * 100_000, (0.0, 0.0, 0.0)),
-        ("[" * 3999, (0.0, 0.0, 0.0)),
         ('{"name": "\\ud800"}', (0.0, 0.0, 1.0)),
-        ("null", (0.0, 0.0, 0.0)),
         ("", (0.0, 0.0, 0.0)),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -98,21 +84,3 @@ def test_the_text_says_every_value_of_the_answer_and_the_example_is_another_one(
         said = [leaf.strip('"') for leaf in leaves if leaf not in ("true", "false", "null")]
         assert all(value in asked for value in said)
         assert sum(leaf == "null" for leaf in leaves) == (level == 4)
-
-
-def test_without_examples_the_form_and_the_text_stand_alone() -> None:
-    env = vf.load_environment("structured-output", examples=0, num_train=5, num_eval=5)
-    assert [message["role"] for message in env.get_dataset()[0]["prompt"]] == ["system", "user"]
-
-
-@pytest.mark.parametrize("arguments", [{"level": 5}, {"examples": -1}, {"num_eval": 100_001}])
-def test_arguments_that_cannot_be_are_named(arguments: dict[str, int]) -> None:
-    ((name, value),) = arguments.items()
-    with pytest.raises(vf.ConfigError, match=f"{name}={value}"):
-        vf.load_environment("structured-output", **arguments)
-
-
-def test_a_half_right_object_is_a_score_and_a_whole_one_scores_one() -> None:
-    env = vf.load_environment("structured-output", level=3)
-    assert shelf.reward_of(env, lambda turn: turn.answer) == 1.0
-    assert 0 < shelf.reward_of(env, lambda turn: turn.messages[-2]["content"]) < 0.3

@@ -11,7 +11,7 @@ import pytest
 import reverse_text
 import shelf
 import spell_backward
-from shelf_policies import DOUBLECHECK, MIXED_TEXT, SENTENCE_REPEATER
+from shelf_policies import DOUBLECHECK, SENTENCE_REPEATER
 
 import verifiers as vf
 
@@ -34,13 +34,6 @@ def test_similarity_is_one_minus_twice_the_edits_per_letter() -> None:
         assert reverse_text.similarity(one, other) == pytest.approx(expected)
     assert reverse_text.similarity("abcd", "abcd") == 1.0
     assert reverse_text.similarity("abcx", "abcd") == 0.5
-
-
-def test_reversed_sentences_are_right() -> None:
-    row = vf.load_environment("reverse-text").get_eval_dataset()[0]
-    assert row["answer"] == row["question"][::-1]
-    assert len(reverse_text.all_sentences()) == 48_000
-    assert "48,000" in shelf.readme("reverse_text")
 
 
 def test_no_bundled_word_reads_the_same_in_both_directions() -> None:
@@ -109,32 +102,12 @@ def test_sequences_are_completions_of_plain_text() -> None:
     ("completion", "share"),
     [
         (" 10, 12, 14", 1.0),
-        ("10,12,14,16,18", 1.0),
         ("10, 12, 14\n2, 4, 6", 1.0),
-        ("10, 12, 14.", 1.0),
         ("10, 12, 15", 2 / 3),
         ("10, 13, 14", 1 / 3),
         ("11, 12, 14", 0.0),
-        ("10 12 14", 0.0),
         ("٣, 12", 0.0),
     ],
 )
 def test_terms_count_up_to_the_first_wrong_one(completion: str, share: float) -> None:
     assert complete_sequence.continued(completion, "10 12 14") == pytest.approx(share)
-
-
-def test_every_sequence_has_a_beginning_of_its_own_and_no_example_is_a_question() -> None:
-    prompts = [complete_sequence.make_row(rule)["prompt"] for rule in complete_sequence.all_rules()]
-    assert len(set(prompts)) == len(prompts)
-    *examples, _ = prompts[0].splitlines()
-    asked = {prompt.splitlines()[-1] for prompt in prompts}
-    assert not [line for line in examples if any(line.startswith(question) for question in asked)]
-
-
-def test_a_group_plays_and_scores_each_row_by_its_own_package() -> None:
-    env = vf.load_environment("mixed-text", num_eval=5)
-    assert sorted(set(env.get_eval_dataset()["task"])) == ["reverse-text", "sentence-repeater"]
-    block = shelf.play(env, MIXED_TEXT["repeats_only"], prompts=10)
-    rewards = {(rollout.task, rollout.reward, rollout.turns) for rollout in block}
-    assert rewards == {("reverse-text", 0.0, 1), ("sentence-repeater", 1.0, 4)}
-    assert [one.metrics["repeated"] for one in block if "repeated" in one.metrics] == [1.0] * 5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import shelf
 import wordle
-from shelf import Policy, Turn
+from shelf import Turn
 from shelf_policies import WORDLE, tagged
 
 import verifiers as vf
@@ -18,17 +18,12 @@ from verifiers.rollouts.rollout import Rollout
     ("guess", "secret", "marks"),
     [
         ("crane", "crane", "GGGGG"),
-        ("moist", "crane", "XXXXX"),
-        ("nacre", "crane", "YYYYG"),
         # a letter is marked as often as the secret has it
         ("speed", "abide", "XXYXY"),
-        ("speed", "erase", "YXYYX"),
         ("speed", "steal", "GXGXX"),
         ("allow", "label", "YYYXX"),
         # in place first: the G takes the only e, whatever stands to the left of it
         ("geese", "there", "XXGXG"),
-        ("eerie", "crane", "XXYXG"),
-        ("llama", "label", "GYYXX"),
     ],
 )
 def test_marks(guess: str, secret: str, marks: str) -> None:
@@ -84,9 +79,7 @@ def test_the_policy_is_told_its_guess_and_the_marks() -> None:
     ("said", "told"),
     [
         ("crane", "Write one guess as"),
-        ("<guess></guess>", "Write one guess as"),
         ("<guess>cranes</guess>", "exactly 5 letters"),
-        ("<guess>cr4ne</guess>", "exactly 5 letters"),
         ("<guess>crâne</guess>", "exactly 5 letters"),
         ("<guess>zzzzz</guess>", "'zzzzz' is not in the word list"),
     ],
@@ -104,19 +97,8 @@ def test_a_word_guessed_again_is_lost_and_earns_nothing() -> None:
     assert rollout.metrics["valid_guesses"] == pytest.approx(1 / 6)
 
 
-def test_any_letters_may_be_allowed() -> None:
-    rollout = game(tagged("guess", "zzzzz"), any_letters=True)
-    assert replies(rollout)[0].startswith("Z Z Z Z Z\nX X X X X")
-
-
 def test_a_group_plays_for_one_word_and_prompts_do_not_give_it_away() -> None:
     block = shelf.play(vf.load_environment("wordle"), WORDLE["random_word"], prompts=4, rollouts=3)
     assert [len({rollout.answer for rollout in group.rollouts}) for group in block.groups] == [1, 1, 1, 1]
     assert len({rollout.answer for rollout in block}) == 4
     assert len({str(rollout.prompt) for rollout in block}) == 1
-
-
-@pytest.mark.parametrize("policy", [WORDLE["solver"], WORDLE["oracle"]], ids=["solver", "oracle"])
-def test_more_information_earns_more(policy: Policy) -> None:
-    env = vf.load_environment("wordle")
-    assert shelf.reward_of(env, policy) > shelf.reward_of(env, WORDLE["random_word"]) + 0.7

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import shelf
 from shelf import Turn
-from shelf_policies import XML_TOOLS, tagged
+from shelf_policies import tagged
 
 import verifiers as vf
 from verifiers.rollouts.rollout import Rollout
@@ -40,15 +38,11 @@ def test_a_tool_tells_of_the_rows_own_shop(name: str) -> None:
     ("call", "told"),
     [
         ("price(ITEM)", "a call is JSON with name"),
-        ('["price"]', "a call is JSON with name"),
         ('{"name": "buy", "args": {}}', "one of price, discount, stock"),
-        ('{"name": ["price"], "args": {}}', "a call is JSON with name"),
-        ('{"name": "price", "args": "ITEM"}', "a call is JSON with name"),
         ("[" * 100_000, "a call is JSON with name"),
         ('{"name": "price"}', "price: missing a required argument: 'item'"),
         ('{"name": "price", "args": {"item": "ITEM", "shop": {}}}', "price: multiple values for argument 'shop'"),
         ('{"name": "price", "args": {"item": "yacht"}}', "the shop has only"),
-        ('{"name": "price", "args": {"item": ["ITEM"]}}', "the shop has only"),
     ],
     ids=lambda value: value[:30],
 )
@@ -71,16 +65,3 @@ def test_the_last_turn_may_answer() -> None:
     assert play(call, call, "<answer>ANSWER</answer>", max_turns=3).reward == 1.0
     rollout = play(call, max_turns=3)
     assert (rollout.turns, rollout.reward) == (3, 0.0)
-
-
-def test_the_shop_is_not_in_the_prompt() -> None:
-    row = vf.load_environment("xml-tools").get_dataset()[0]
-    shop = json.loads(row["info"])["shop"]
-    prompt = json.dumps(row["prompt"])
-    assert not [item for item in shop if str(shop[item]["price"]) in prompt]
-
-
-def test_the_discount_matters() -> None:
-    env = vf.load_environment("xml-tools")
-    assert shelf.reward_of(env, XML_TOOLS["oracle"]) == 1.0
-    assert shelf.reward_of(env, XML_TOOLS["forgets_discount"]) == 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -57,17 +57,6 @@ async def test_an_agents_calls_are_one_trained_row() -> None:
     assert len(rollout.rows) == 1
     assert {request.body["temperature"] for request in server.requests} == {0.7}
     assert [step["completion"][0]["content"] for step in rollout.state["trajectory"]] == ["41", "42"]
-
-
-def test_a_synchronous_agent_is_evaluated() -> None:
-    def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-            answer = client.responses.create(model=model, input=row["prompt"][-1]["content"])
-        return answer.output_text
-
-    with FakeOpenAIServer("42") as server:
-        results = env_of(run).evaluate_sync(server.url, "fake", num_examples=1)
-    assert results.reward == [1.0]
 
 
 async def raises(row: Any, **_: Any) -> str:
@@ -137,13 +126,6 @@ async def test_the_time_of_a_rollout_truncates_it(pass_time: Callable[[float], N
     async with FakeOpenAIServer("42") as server:
         rollout = await played(env_of(run, timeout_seconds=60), server)
     assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)
-
-
-async def test_an_agent_whose_time_is_over_before_its_first_answer_has_no_reward() -> None:
-    async with FakeOpenAIServer("42") as server:
-        rollout = await played(env_of(hangs, timeout_seconds=0.3), server)
-    assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
-    assert "no answer of the policy before its time" in rollout.failure.text
 
 
 async def calls_after_an_overlong_one(row: Any, *, base_url: str, api_key: str, model: str) -> str:
@@ -261,62 +243,6 @@ async def test_an_argument_that_the_endpoint_cannot_take_concerns_the_agent_that
     assert "no argument 'stop'" in group.rollouts[0].failure.text
 
 
-async def test_an_argument_of_the_run_that_the_endpoint_cannot_take_ends_the_run() -> None:
-    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-            await client.chat.completions.create(model=model, messages=row["prompt"], tools=tools)
-        return ""
-
-    runner = Run(env_of(run), WithoutStops(), "fake", {"stop": ["."]})
-    with pytest.raises(vf.ConfigError, match="no argument 'stop'"):
-        await runner.run_group(
-            [RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "6 times 7?"}], "42")]
-        )
-
-
-class JudgesAfterwards(vf.AgentEnv):
-    """An environment that is not done when its agent is."""
-
-    def __init__(self, afterwards: Callable[[], Awaitable[None]], *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.afterwards = afterwards
-
-    async def _run_agent(self, row: Any, session: Any, gateway: Any) -> Any:
-        result = await super()._run_agent(row, session, gateway)
-        await self.afterwards()
-        return result
-
-
-@pytest.mark.parametrize("fault", [Fault(400), None])
-async def test_a_call_that_is_answered_after_the_agents_end_decides_nothing(fault: Fault | None) -> None:
-    late: list[asyncio.Task[Any]] = []
-    agent_ended = threading.Event()
-
-    async def answer(body: dict[str, Any]) -> Any:
-        if server.request_count > 1:
-            return "42"
-        await asyncio.to_thread(agent_ended.wait, 60)
-        return fault or "42"
-
-    async def afterwards() -> None:
-        agent_ended.set()
-        await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 0, 60)
-        await asyncio.sleep(0.1)
-
-    async def run(row: Any, **given: Any) -> str:
-        late.append(asyncio.create_task(swallows(row, **given)))
-        while not server.requests:  # noqa: ASYNC110 - over HTTP
-            await asyncio.sleep(0.01)
-        return await two_calls(row, **given)
-
-    env = JudgesAfterwards(afterwards, run, dataset=ROWS, rubric=env_of(run).rubric)
-    async with FakeOpenAIServer(answer) as server:
-        rollout = await played(env, server)
-    await asyncio.gather(*late)
-    assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
-
-
 async def test_a_call_that_the_agent_gave_up_does_not_decide_the_outcome() -> None:
     has_gone_on = threading.Event()
 
@@ -373,20 +299,3 @@ async def test_a_parallel_call_that_failed_is_the_providers_failure_also_where_a
     async with FakeOpenAIServer("42", faults=[Fault(400)]) as server:
         rollout = await played(env_of(run), server)
     assert (rollout.outcome, rollout.reward) == (Outcome.PROVIDER_ERROR, None)
-
-
-def test_an_agent_that_fails_has_no_reward_in_an_evaluation_from_python() -> None:
-    def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-        openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(model=model, messages=row["prompt"])
-        if row["answer"] == "b":
-            raise RuntimeError("the agent broke")
-        return "x"
-
-    rows = [{"question": "good", "answer": "a"}, {"question": "bad", "answer": "b"}]
-    env = vf.AgentEnv(run, eval_dataset=rows, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
-    with FakeOpenAIServer("hi") as server:
-        results = env.evaluate_sync(server.url, "fake")
-    assert results.reward == [1.0, None]
-    assert [output["outcome"] for output in results.outputs] == ["completed", "environment_error"]
-    assert "the agent broke" in str(results.state[1]["error"])
-    assert results.metadata.avg_reward == 1.0

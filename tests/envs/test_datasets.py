@@ -47,22 +47,9 @@ def test_question_and_answer_may_have_other_names() -> None:
     assert table[0]["answer"] == table[0]["solution"] == "s"
 
 
-def test_in_completion_mode_the_question_is_the_prompt() -> None:
-    assert format_dataset([{"question": "Once"}], message_type="completion")[0]["prompt"] == "Once"
-
-
 def test_a_column_of_later_rows_is_not_lost() -> None:
     table = format_dataset([{"question": "a"}, {"question": "b", "task": "sums"}])
     assert [row_fields(row)[2] for row in table] == ["default", "sums"]
-
-
-def test_the_dataset_given_stays_as_it_is() -> None:
-    rows = [{"question": "q"}]
-    table = Dataset.from_list(rows)
-    format_dataset(table)
-    format_dataset(rows)
-    assert table.column_names == ["question"]
-    assert rows == [{"question": "q"}]
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,6 @@ def test_higher_priority_comes_first_then_the_name() -> None:
     assert names(Base(), "stop") == ["z_first", "a_bare", "b_bare"]
 
 
-def test_a_method_can_carry_several_marks_and_stays_callable() -> None:
-    assert names(Base(), "cleanup")[0] == names(Base(), "teardown")[0] == "twice"
-    assert marked_methods(Base(), "teardown")[0]() == "tidied"
-
-
 def test_static_and_class_methods_can_be_marked() -> None:
     assert names(Base(), "teardown") == ["twice", "of_no_instance"]
     assert names(Base(), "cleanup") == ["twice", "of_the_class"]

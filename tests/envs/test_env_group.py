@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.envs.env_group import EnvGroupRubric
 from verifiers.evals.evaluation_run import iter_requests, run_evaluation
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
@@ -126,15 +125,6 @@ def test_the_classic_calls_give_every_rollout_all_metrics(group: vf.EnvGroup, cl
     assert (again.reward, again.metrics) == (results.reward, results.metrics)
 
 
-async def test_both_ways_of_calling_rollout_reach_members_of_either_generation(client: FakeClient) -> None:
-    group = vf.EnvGroup([OnlyFirst(dataset=rows("a")), Chatty(max_turns=1, dataset=rows("b"))], ["first", "second"])
-    for task, said in (("first", "re: ?"), ("second", "re: ?")):
-        completion, state = await group.rollout(client, "m", ASK, task=task)
-        again = await group.rollout({"prompt": ASK, "task": task, "example_id": 2}, client, "m")
-        assert [completion[0]["content"], again["completion"][0]["content"]] == [said, said]
-        assert (state["task"], again["task"]) == (task, task)
-
-
 async def test_a_task_that_nobody_has_scores_0_in_the_classic_call_and_is_a_grading_error_in_a_run(
     group: vf.EnvGroup, client: FakeClient
 ) -> None:
@@ -219,14 +209,6 @@ def test_what_cannot_be_one_group_is_refused_with_a_sentence() -> None:
         vf.EnvGroup([chat]).rubric.add_reward_func(loud)
 
 
-async def test_a_group_of_completion_environments_works(client: FakeClient) -> None:
-    envs = [vf.SingleTurnEnv(dataset=rows(name), message_type="completion") for name in "ab"]
-    group = vf.EnvGroup(envs)
-    assert group.message_type == "completion"
-    block = await modern(group, client)
-    assert [rollout.completion for rollout in block] == ["re: a", "re: b"]
-
-
 def test_evaluation_rows_are_those_of_every_environment(caplog: pytest.LogCaptureFixture) -> None:
     both = vf.SingleTurnEnv(dataset=rows("t"), eval_dataset=rows("e"))
     train = vf.SingleTurnEnv(dataset=rows("u"))
@@ -255,19 +237,6 @@ def test_the_first_rows_to_evaluate_alternate_between_environments(evaluated: bo
         assert list(group.get_dataset(3)["answer"]) == everything[:3]
 
 
-async def test_teardown_reaches_every_environment() -> None:
-    ended: list[str] = []
-
-    class Ends(vf.SingleTurnEnv):
-        @vf.teardown
-        def end(self) -> None:
-            ended.append(self.label)  # type: ignore[attr-defined]
-
-    inner = vf.EnvGroup([Ends(dataset=rows("a"), label="a"), Ends(dataset=rows("b"), label="b")])
-    await vf.EnvGroup([inner, Ends(dataset=rows("c"), label="c")]).teardown()
-    assert ended == ["a", "b", "c"]
-
-
 def test_tokens_are_made_with_the_tools_of_the_rollouts_environment(group: vf.EnvGroup) -> None:
     seen: list[Any] = []
 
@@ -279,8 +248,3 @@ def test_tokens_are_made_with_the_tools_of_the_rollouts_environment(group: vf.En
     for task in ("math", "code"):
         group.process_env_results_vllm([ASK], [[]], [vf.State(task=task, responses=[], info={})], [0.0], Tokenizer())
     assert [tools and tools[0]["function"]["name"] for tools in seen] == [None, "run"]
-
-
-def test_the_rubric_can_be_made_of_a_map_alone(group: vf.EnvGroup) -> None:
-    rubric = EnvGroupRubric(group.env_map)
-    assert (rubric.all_reward_names, rubric.env_map) == (["loud", "named"], group.env_map)

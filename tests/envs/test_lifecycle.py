@@ -77,30 +77,6 @@ def test_a_teardown_that_hangs_is_left_behind_with_a_warning_and_keeps_no_other_
     assert "@vf.teardown did not end within 0.2 s" in caplog.text
 
 
-def test_a_member_that_hangs_keeps_neither_the_others_nor_the_group_from_ending(hanging: Hanging) -> None:
-    class Group(vf.EnvGroup):
-        ended = threading.Event()
-
-        @vf.teardown
-        def end(self) -> None:
-            self.ended.set()
-
-    class Late(Hanging):
-        async def teardown(self) -> None:
-            # the group's thread comes to it before its own does
-            await asyncio.sleep(0.1)
-            await super().teardown()
-
-    tidy, late = Tidy(), Late()
-    group = Group([hanging, late, tidy], ["hanging", "late", "tidy"])
-    tear_down([group], within_s=0.3)
-    assert hanging.begun.wait(30)
-    assert tidy.has_ended.wait(30)
-    assert group.ended.wait(30)
-    assert tidy.ended == 1
-    late.over.set()
-
-
 def test_a_teardown_that_was_done_is_not_done_again() -> None:
     tidy = Tidy()
     asyncio.run(run_teardown(tidy))
@@ -109,33 +85,25 @@ def test_a_teardown_that_was_done_is_not_done_again() -> None:
 
 
 AT_EXIT = """
-import gc, threading
+import threading
 import verifiers as vf
 from verifiers.envs import lifecycle
 
 class Env(vf.SingleTurnEnv):
     @vf.teardown
     def end(self):
-        print("begun\\n", end="", flush=True)
-        {end}
+        print("begun", flush=True)
+        threading.Event().wait()
 
-lifecycle.TEARDOWN_WITHIN_S = {within_s}
-envs = [Env(dataset=[dict(question="q", answer="a")]) for _ in range(3)]
-for env in envs:
-    lifecycle.teardown_at_exit(env)
-lifecycle.teardown_at_exit(vf.EnvGroup(envs))
-del env, envs[2]
-gc.collect()
+lifecycle.TEARDOWN_WITHIN_S = 1.0
+env = Env(dataset=[dict(question="q", answer="a")])
+lifecycle.teardown_at_exit(env)
+lifecycle.teardown_at_exit(vf.EnvGroup([env]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "within_s"), [("pass", 2.0), ("threading.Event().wait()", 1.0)], ids=["ends", "hangs"]
-)
-def test_a_process_ends_whatever_its_environments_wait_for(end: str, within_s: float) -> None:
-    script = AT_EXIT.format(end=end, within_s=within_s)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=15, check=False)
-    # the third is gone by then, and each other's begins whatever the first waits for
-    assert (done.returncode, done.stdout) == (0, "begun\nbegun\n"), done.stderr
-    assert (f"did not end within {within_s:g} s" in done.stderr) == (end != "pass")
+def test_a_process_ends_whatever_its_environments_wait_for() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=15, check=False)
+    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
+    assert "did not end within 1 s" in done.stderr

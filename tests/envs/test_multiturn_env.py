@@ -68,15 +68,6 @@ async def test_is_completed_is_asked_before_and_after_every_answer(client: FakeC
     assert state["stop_condition"] == "is_completed"
 
 
-async def test_a_rollout_that_is_complete_at_the_start_asks_nothing(client: FakeClient, rows: Rows) -> None:
-    class Done(TupleReply):
-        async def is_completed(self, messages: Any, state: Any, **kwargs: Any) -> bool:
-            return True
-
-    completion, state = await Done(dataset=rows).rollout(client, "m", ASK)
-    assert (completion, state["turn"], client.requests) == ([], 0, [])
-
-
 async def test_max_turns_holds_whatever_is_completed_says(client: FakeClient, rows: Rows) -> None:
     class Never(TupleReply):
         async def is_completed(self, messages: Any, state: Any, **kwargs: Any) -> bool:
@@ -84,21 +75,6 @@ async def test_max_turns_holds_whatever_is_completed_says(client: FakeClient, ro
 
     _, state = await Never(max_turns=2, dataset=rows).rollout(client, "m", ASK)
     assert state["turn"] == 2
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_setup_state_prepares_the_state(client: FakeClient, rows: Rows, is_async: bool) -> None:
-    class Sync(TupleReply):
-        def setup_state(self, state: Any) -> Any:  # type: ignore[override]
-            return {**state, "board": [state["example_id"]]}
-
-    class Async(TupleReply):
-        async def setup_state(self, state: Any, **kwargs: Any) -> Any:
-            state["board"] = [state["example_id"]]
-
-    env = (Async if is_async else Sync)(max_turns=1, dataset=rows)
-    state = await env.rollout({"prompt": ASK, "example_id": 4}, client, "m")
-    assert state["board"] == [4]
 
 
 async def test_keywords_of_the_call_reach_the_overrides(client: FakeClient, rows: Rows) -> None:
@@ -253,8 +229,28 @@ async def test_an_override_may_wrap_the_rollout_in_either_generations_way(client
         assert (len(rollout.rows), rollout.forks) == (1, 0)
 
 
-async def test_the_runner_tells_the_environment_which_example_it_plays(client: FakeClient, rows: Rows) -> None:
-    runner = Run(TupleReply(max_turns=1, dataset=rows), ClientBackend(client), "m")
-    (rollout,) = await runner.play([RolloutRequest(RolloutKey(0, 9, 0), ASK, answer="a")])
-    assert (rollout.state["id"], rollout.state["example_id"], rollout.state["input"]["example_id"]) == (9, 9, 9)
-    assert rollout.completion == [{"role": "assistant", "content": "re: start"}]
+# -- one turn -----------------------------------------------------------------------------------------------------
+
+
+async def test_sampling_arguments_and_a_rows_own_tools_reach_the_policy(client: FakeClient, rows: Rows) -> None:
+    common, own = [{"function": {"name": "common"}}], [{"function": {"name": "own"}}]
+    env = vf.SingleTurnEnv(dataset=rows, oai_tools=common)
+    await env.rollout(client, "m", ASK, sampling_args={"temperature": 0.5})
+    await env.rollout(client, "m", ASK, info={"oai_tools": own})
+    assert [request.body["tools"] for request in client.requests] == [common, own]
+    assert client.requests[0].body["temperature"] == 0.5
+
+
+async def test_tool_calls_and_reasoning_are_kept_as_plain_data(rows: Rows) -> None:
+    answer = {"reasoning_content": "hm", "tool_calls": [{"id": "c1", "name": "add", "arguments": {"a": 1}}]}
+    completion, _ = await vf.SingleTurnEnv(dataset=rows).rollout(FakeClient(answer), "m", ASK)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert completion == [
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
+    ]
+
+
+async def test_the_prompt_that_was_given_is_left_alone(client: FakeClient, rows: Rows) -> None:
+    prompt = [dict(message) for message in ASK]
+    await vf.SingleTurnEnv(dataset=rows).rollout(client, "m", prompt)
+    assert prompt == ASK

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.evals.evaluation_run import iter_requests, run_units
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
+from verifiers.rollouts.rollout import Group, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey
@@ -122,14 +121,6 @@ def test_training_asks_an_override_for_each_group_and_records_every_rollouts_own
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_evaluation_asks_an_override(kind: type[Env]) -> None:
-    env, done = kind(), list[Rollout]()
-    await run_units(run_of(env), iter_requests(env.get_eval_dataset(), 2, seed=1), done.append)
-    assert env.asked == [2, 2, 2]
-    assert [rollout.reward for rollout in done] == [1.0] * 6
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("options", "asked"), [({}, [1, 1, 1]), ({"interleave_scoring": False}, [3])])
 async def test_the_classic_calls_ask_an_override(kind: type[Env], options: dict[str, Any], asked: list[int]) -> None:
     env = kind()
@@ -146,21 +137,6 @@ async def test_a_group_of_environments_asks_each_ones_override_for_its_rows() ->
     assert (one.asked, two.asked) == ([3], [3])
     assert outputs.reward == [1.0] * 6
     assert [state.get("wrapped", False) for state in outputs.state] == [task == "one" for task in outputs.task]
-
-
-async def test_a_request_is_the_same_object_from_the_plan_to_the_environment() -> None:
-    given: list[Any] = []
-
-    class Notes(Env):
-        async def play_all(self, requests: Any, run: Any) -> Any:
-            given.extend(requests)
-            return await super().play_all(requests, run)
-
-    planned = requests()
-    with AsyncBatchGenerator(Notes(), FakeClient("4"), "m", require_tokens=False) as generator:
-        generator.submit_batch(vf.BatchRequest(0, planned))
-        generator.get_batch(0, 30.0)
-    assert list(map(id, given)) == list(map(id, planned))
 
 
 # -- outcomes -------------------------------------------------------------------------------------------------------

@@ -188,55 +188,11 @@ async def test_a_cancelled_or_late_rollout_leaves_no_sandbox_and_skips_post_roll
     assert env.graded == 1
 
 
-async def test_other_clean_ups_still_have_the_sandbox(opened: Any) -> None:
-    class Saves(vf.SandboxEnv):
-        @vf.cleanup
-        async def zip_the_work(self, state: vf.State) -> None:
-            await self.bash("zip", state["sandbox_id"])
-
-    await run_one(Saves(eval_dataset=ROWS), bash("a"), "done")
-    assert ([command for command, _ in opened[0].commands], opened[0].closed) == (["a", "zip"], 1)
-
-
-async def test_a_post_rollout_that_fails_still_closes_the_sandbox(opened: Any) -> None:
-    class Breaks(vf.SandboxEnv):
-        async def post_rollout(self, state: vf.State) -> None:
-            raise KeyError("lost")
-
-    rollout = await run_one(Breaks(eval_dataset=ROWS), bash("a"), "done")
-    assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
-    assert opened[0].closed == 1
-
-
 async def test_states_hold_the_sandboxes_id_and_times_alone(opened: Any) -> None:
     plain = await vf.ToolEnv(eval_dataset=ROWS).rollout({"prompt": ASK}, FakeClient("done"), "m")
     rollout = await run_one(vf.SandboxEnv(eval_dataset=ROWS), bash("a"), "done")
     assert set(rollout.state) - set(plain) == {"sandbox_id", "sandbox_state"}
     assert isinstance(rollout.state["sandbox_id"], str)
-
-
-async def test_the_policy_neither_sees_nor_sets_the_sandbox_id(opened: Any) -> None:
-    env = vf.SandboxEnv(eval_dataset=ROWS)
-    (tool,) = env.oai_tools or ()
-    assert list(tool["function"]["parameters"]["properties"]) == ["command"]
-    call = {"name": "bash", "arguments": {"command": "ls", "sandbox_id": "another"}}
-    rollout = await run_one(env, {"tool_calls": [call]}, "done")
-    assert "sandbox_id is not a parameter" in replies(rollout.completion)[0]
-
-
-async def test_subclasses_add_tools_that_take_the_sandbox_id(opened: Any) -> None:
-    class More(vf.SandboxEnv):
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.add_tool(self.list_files, args_to_skip=["sandbox_id"])
-
-        async def list_files(self, path: str, sandbox_id: str) -> str:
-            """List the files."""
-            return await self.bash(f"ls {path}", sandbox_id)
-
-    call = {"name": "list_files", "arguments": {"path": "/"}}
-    rollout = await run_one(More(eval_dataset=ROWS), {"tool_calls": [call]}, "done")
-    assert replies(rollout.completion) == ["ran ls /"]
 
 
 async def test_teardown_closes_what_was_left_open(opened: Any) -> None:

@@ -110,16 +110,3 @@ async def test_an_environment_that_supplies_nothing_is_an_error_and_not_a_tool_m
     env.add_tool(deposit, args_to_skip=["account", "log"])
     with pytest.raises(NotImplementedError, match="Leaves must override update_tool_args"):
         await env.rollout(FakeClient([calls({"amount": 1})]), "m", ASK)
-
-
-async def test_tools_without_hidden_arguments_need_no_override() -> None:
-    def double(a: int) -> int:
-        return 2 * a
-
-    env = vf.StatefulToolEnv(tools=[double], eval_dataset=ROWS)
-    answers = [{"tool_calls": [{"name": "double", "arguments": {"a": 4}}, {"name": "no", "arguments": {}}]}, "done"]
-    completion, _ = await env.rollout(FakeClient(answers), "m", ASK)
-    assert completion[1]["content"] == "8"
-    assert "There is no tool 'no'" in completion[2]["content"]
-    env.remove_tool(double)
-    assert (env.tools, env.tool_map, env.skipped_args, env.oai_tools) == ([], {}, {}, [])

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -61,18 +60,6 @@ async def run_one(env: vf.ToolEnv, *answers: Any) -> Rollout:
     return (await runner.play([RolloutRequest(RolloutKey(0, 0, 0), ASK)]))[0]
 
 
-def test_the_attributes_are_those_of_the_classic_api() -> None:
-    env = env_with(add, shout)
-    assert (env.tools, env.tool_map, env.max_turns) == ([add, shout], {"add": add, "shout": shout}, 10)
-    assert [tool["function"]["name"] for tool in env.oai_tools or ()] == ["add", "shout"]
-    env.remove_tool(add)
-    env.add_tool(fail)
-    assert (env.tools, list(env.tool_map)) == ([shout, fail], ["shout", "fail"])
-    assert [tool["function"]["name"] for tool in env.oai_tools or ()] == ["shout", "fail"]
-    with pytest.raises(vf.ConfigError, match="Two tools are named 'fail'"):
-        env.add_tool(fail)
-
-
 async def test_a_rollout_calls_tools_until_an_answer_calls_none() -> None:
     client = FakeClient([called(("add", {"a": 1, "b": 2})), called(("shout", {"text": "x"})), "3"])
     completion, state = await env_with(add, shout).rollout(client, "m", ASK)
@@ -81,12 +68,6 @@ async def test_a_rollout_calls_tools_until_an_answer_calls_none() -> None:
     ]  # fmt: skip
     assert (state["turn"], state["stop_condition"]) == (3, "no_tools_called")
     assert [tool["function"]["name"] for tool in client.requests[0].body["tools"]] == ["add", "shout"]
-
-
-async def test_the_rollout_ends_at_max_turns_though_the_policy_calls_on() -> None:
-    completion, state = await env_with(add, max_turns=2).rollout(FakeClient(called(("add", {"a": 1}))), "m", ASK)
-    assert [message["role"] for message in completion] == ["assistant", "tool", "assistant"]
-    assert (state["turn"], state["stop_condition"] != "no_tools_called") == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +100,6 @@ async def test_the_error_formatter_has_the_word_and_an_error_without_text_is_nam
     assert await replies(env, ("fail", {"text": "x"})) == ["<LookupError> no x"]
     assert await replies(env_with(silent), ("silent", {})) == ["ValueError()"]
 
-    def broken(error: Exception) -> str:
-        raise KeyError("lost")
-
-    assert await replies(env_with(fail, error_formatter=broken), ("fail", {"text": "x"})) == ["LookupError('no x')"]
-
 
 async def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_their_order() -> None:
     both = threading.Barrier(2, timeout=60)
@@ -146,19 +122,6 @@ async def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_their_orde
     assert await replies(env, ("wait_for_the_other", {}), ("release", {})) == ["first", "second"]
 
 
-async def test_a_sync_tool_does_not_stop_the_event_loop() -> None:
-    loop_went_on = threading.Event()
-
-    def blocking() -> bool:
-        return loop_went_on.wait(timeout=60)
-
-    async def tick() -> str:
-        loop_went_on.set()
-        return "ticked"
-
-    assert await replies(env_with(blocking, tick), ("blocking", {}), ("tick", {})) == ["True", "ticked"]
-
-
 async def test_a_tool_that_hangs_is_told_of_and_keeps_no_other_tool_from_running() -> None:
     release = threading.Event()
 
@@ -177,13 +140,6 @@ async def test_a_tool_that_hangs_is_told_of_and_keeps_no_other_tool_from_running
     assert said[0] == "The tool 'hang' did not finish within 1 s."
     assert said[:100] == [said[0]] * 100
     assert said[100:] == ["The tool 'hang_too' did not finish within 1 s."] * 3 + ["2"]
-
-
-async def test_a_tools_own_timeout_error_is_its_own() -> None:
-    def gives_up() -> None:
-        raise TimeoutError("the database is slow")
-
-    assert await replies(env_with(gives_up), ("gives_up", {})) == ["the database is slow"]
 
 
 async def test_a_tool_that_exits_or_pretends_to_be_cancelled_ends_nothing_but_itself() -> None:
@@ -408,32 +364,3 @@ async def test_a_subclass_may_go_on_after_an_answer_without_calls() -> None:
     completion, state = await Asks(tools=[add], eval_dataset=ROWS).rollout(FakeClient(["2", "yes"]), "m", ASK)
     assert [message["content"] for message in completion] == ["2", "sure?", "yes"]
     assert state["turn"] == 2
-
-
-async def test_whether_a_rollout_is_complete_may_be_asked_in_either_generations_way() -> None:
-    env = env_with(add)
-    for answer, complete in ((called(("add", {"a": 1})), False), ("done", True)):
-        _, state = await env_with(add, max_turns=1).rollout(FakeClient(answer), "m", ASK)
-        state["turn"], state["stop_condition"] = 0, None
-        messages = [*ASK, *state["trajectory"][-1]["completion"]]
-        assert await env.is_completed(messages, state) is complete
-        state["stop_condition"] = None
-        assert await env.is_completed(state) is complete
-        assert state["stop_condition"] == ("no_tools_called" if complete else None)
-    assert await env.is_completed(ASK, state) is False
-
-
-async def test_many_rollouts_share_the_threads_and_no_call_is_lost() -> None:
-    def slowly(a: int) -> int:
-        time.sleep(0.001)
-        return a
-
-    def answer(body: dict[str, Any]) -> Any:
-        said = body["messages"]
-        return "done" if said[-1]["role"] == "tool" else called(*[("slowly", {"a": n}) for n in range(10)])
-
-    results = await env_with(slowly).a_generate({"prompt": [ASK] * 50}, FakeClient(answer), "m")
-    for completion in results.completion:
-        assert [message["content"] for message in completion[1:-1]] == [str(n) for n in range(10)]
-    names = [thread.name for thread in threading.enumerate()]
-    assert names.count("verifiers-tool") <= 64 + 100

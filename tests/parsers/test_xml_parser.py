@@ -66,13 +66,6 @@ def test_the_format_can_be_shown_and_written() -> None:
         parser.format(reasoning="r")
 
 
-def test_what_is_written_is_read_back_and_has_the_full_format_reward() -> None:
-    parser = XMLParser(FIELDS)
-    text = parser.format(reasoning="because", code="x = 1")
-    assert parser.parse(text).code == "x = 1"
-    assert parser.get_format_reward_func()([say(text)]) == pytest.approx(1.0)
-
-
 def test_fields_must_be_distinct_names() -> None:
     with pytest.raises(ValueError, match="Duplicate field name: 'answer'"):
         XMLParser(["answer", "answer"])
@@ -89,10 +82,7 @@ def test_fields_must_be_distinct_names() -> None:
         ("<reasoning>r</reasoning><answer>a</answer>", 1.0),
         ("no tags", 0.2),
         ("<reasoning>r</reasoning>", 0.4 * 0.5 + 0.2 + 0.2),
-        ("<answer>a</answer>", 0.4 * 0.5 + 0.2 + 0.2),
         ("well: <reasoning>r</reasoning><answer>a</answer>", 0.8),
-        ("<reasoning>r</reasoning><answer>a</answer> ok?", 0.8),
-        ("<reasoning>r</reasoning><answer>a", 0.4 + 0.2 + 0.2),
         ("<reasoning>r", 0.2 + 0.2),
         ("<reasoning>r</reasoning>< answer>a</answer>", 0.4 + 0.2 + 0.2),
     ],

@@ -11,7 +11,7 @@ import pytest
 from verifiers.concurrency import threads_for
 from verifiers.rubrics import Rubric
 from verifiers.rubrics.judge_rubric import JudgeRubric
-from verifiers.rubrics.scoring import grading_deadline
+from verifiers.rubrics.scoring import SingleFlight, grading_deadline
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import State
 
@@ -88,11 +88,6 @@ async def test_a_slow_function_does_not_stall_the_loop() -> None:
     assert [score.reward for score in await grading] == [1.0]
 
 
-def test_functions_run_on_any_number_of_event_loops() -> None:
-    rubric = Rubric(funcs=[lambda answer: 1.0])
-    assert [asyncio.run(rubric.score_group(states_of(1)))[0].reward for _ in range(5)] == [1.0] * 5
-
-
 async def test_plain_functions_that_ask_a_judge_do_not_wait_for_each_other() -> None:
     together = threading.Barrier(4)
 
@@ -153,3 +148,23 @@ async def test_waiting_for_a_free_thread_does_not_count_as_grading(monkeypatch: 
     await begun.wait()
     await waits(60.0)
     assert (await first)[0].reward == 1.0
+
+
+async def test_a_cancelled_caller_leaves_the_work_to_the_next() -> None:
+    shared, begun = SingleFlight(), asyncio.Event()
+    release = asyncio.Event()
+
+    async def work() -> str:
+        begun.set()
+        await release.wait()
+        return "done"
+
+    first = asyncio.create_task(shared.result("key", work))
+    await begun.wait()
+    second = asyncio.create_task(shared.result("key", work))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    release.set()
+    assert await asyncio.wait_for(second, 5) == "done"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
-import pickle
 from typing import Any
 
 import pytest
 
-from verifiers.errors import ConfigError, GradingError
+from verifiers.errors import GradingError
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rubrics import Rubric
 from verifiers.types import FailedGrade, RolloutScore, State
@@ -52,23 +50,6 @@ def test_weights_are_one_each_unless_given() -> None:
 def test_a_wrong_number_of_weights_names_both_numbers() -> None:
     with pytest.raises(ValueError, match="2 reward functions but 1 weights"):
         Rubric(funcs=[half, one], weights=[1])
-
-
-async def test_functions_added_past_the_weights_are_refused_when_scoring() -> None:
-    rubric = Rubric(funcs=[half])
-    rubric.reward_funcs.append(one)
-    with pytest.raises(ConfigError, match="2 reward functions but 1 weights"):
-        await rubric.score_group([state()])
-
-
-def test_extra_keywords_become_attributes_and_lists_of_callers_stay_theirs() -> None:
-    funcs = [half]
-    rubric = Rubric(funcs=funcs, threshold=0.3)
-    rubric.add_reward_func(one, weight=0.25)
-    rubric.add_metric(broken)
-    assert rubric.threshold == 0.3  # type: ignore[attr-defined]
-    assert rubric.weights == [1.0, 0.25, 0.0]
-    assert funcs == [half]
 
 
 async def test_arguments_are_injected_by_name() -> None:
@@ -137,22 +118,11 @@ async def test_the_reward_is_the_weighted_sum_and_metrics_of_one_name_add_up() -
     assert scored["timing"]["scoring_ms"] > 0
 
 
-async def test_two_lambdas_are_two_metrics() -> None:
-    rubric = Rubric([lambda: 1.0, half, lambda: 2.0])
-    (score,) = await rubric.score_group([state()])
-    assert score.metrics == {"lambda_1": 1.0, "half": 0.5, "lambda_2": 2.0}
-    assert rubric.get_reward_func_names() == ["lambda_1", "half", "lambda_2"]
-    assert Rubric([lambda: 1.0]).get_reward_func_names() == ["<lambda>"]
-
-
 @pytest.mark.parametrize(
     ("result", "text"),
     [
         (None, "GradingError: returned None, not a finite number"),
         (float("nan"), "GradingError: returned nan, not a finite number"),
-        (float("-inf"), "GradingError: returned -inf, not a finite number"),
-        ("much", "GradingError: returned 'much', not a finite number"),
-        (10**400, "not a finite number"),
     ],
 )
 async def test_a_result_that_is_no_finite_number_is_a_failed_grade(result: Any, text: str) -> None:
@@ -208,15 +178,6 @@ async def test_cancellation_always_passes() -> None:
         await task
     assert "grading_errors" not in scored
     assert "reward" not in scored
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rubric: pickle.loads(pickle.dumps(rubric))])
-async def test_a_copy_scores_by_its_own_functions(copied: Any) -> None:
-    rubric = Rubric(funcs=[half, one])
-    await rubric.score_group([state()])
-    scored = state()
-    await copied(rubric).score_group([scored])
-    assert scored["reward"] == 1.5
 
 
 async def test_a_metric_that_raises_leaves_reward_and_outcome_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,21 +244,6 @@ async def test_a_group_function_of_the_wrong_length_fails_every_grade(bad: Any) 
         assert [error["func"] for error in scored["grading_errors"]] == ["wrong"]
     if isinstance(bad, list):
         assert f"returned {len(bad)} rewards for 2 rollouts" in states[0]["grading_errors"][0]["error"]
-
-
-async def test_one_bad_value_of_a_group_function_fails_that_grade_alone() -> None:
-    def partly(completions: list[str]) -> list[float]:
-        return [1.0, float("nan")]
-
-    states = states_of("abc", "a")
-    await Rubric(funcs=[partly]).score_group(states)
-    assert states[0]["reward"] == 1.0
-    assert "grading_errors" not in states[0]
-    assert states[1]["grading_errors"][0]["func"] == "partly"
-
-
-async def test_an_empty_group_is_scored_without_calling_anything() -> None:
-    await Rubric(funcs=[rank, length]).score_group([])
 
 
 async def test_a_group_gets_a_score_for_each_rollout_with_the_functions_that_failed() -> None:

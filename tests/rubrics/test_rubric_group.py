@@ -11,9 +11,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.parsers import Parser, XMLParser
 from verifiers.rubrics import Rubric
-from verifiers.testing import FakeOpenAIServer
 from verifiers.types import RolloutScore, State
 
 ROW: dict[str, Any] = {"prompt": "p", "completion": "abc", "answer": "a", "task": "t", "info": {"n": 1}}
@@ -101,23 +99,6 @@ async def test_rewards_and_metrics_are_summed() -> None:
     assert all("grading_errors" not in one for one in states)
 
 
-async def test_each_rubric_keeps_its_parser_and_its_objects() -> None:
-    def parsed(parser: Parser, completion: str) -> float:
-        return float(parser.parse_answer(completion))
-
-    def of_level(level: float = 0.0) -> float:
-        return level
-
-    first, second = Rubric(funcs=[parsed, of_level], parser=XMLParser(["answer"])), Rubric(funcs=[parsed, of_level])
-    second.add_class_object("level", 100.0)
-    group = vf.RubricGroup([first, second])
-    assert group.parser is first.parser
-    scored = state(completion="<answer>3</answer>")
-    await group.score_group([scored])
-    assert scored["grading_errors"][0]["func"] == "parsed"
-    assert scored["metrics"] == {"parsed": 3.0, "of_level": 100.0}
-
-
 async def test_a_rubric_that_fails_is_noted_and_the_others_count() -> None:
     scored = state(breaks=True)
     await vf.RubricGroup([Rubric(funcs=[half]), Own(), Rubric(funcs=[broken, half])]).score_group([scored])
@@ -151,32 +132,9 @@ async def test_a_later_rubric_reads_what_an_earlier_one_left_in_the_state() -> N
     assert scored["reward"] == 0.75
 
 
-async def test_weights_that_do_not_fit_are_a_mistake_and_no_failed_grade() -> None:
-    wrong = Rubric(funcs=[half])
-    wrong.reward_funcs.append(length)
-    group = vf.RubricGroup([Rubric(funcs=[half]), wrong])
-    with pytest.raises(ConfigError, match="2 reward functions but 1 weights"):
-        await group.score_group([state()])
-
-
 async def test_groups_are_copied_and_pickled_with_their_rubrics() -> None:
     group = vf.RubricGroup([Rubric(funcs=[half]), vf.MathRubric(), vf.JudgeRubric(), vf.RankingRubric()])
     for twin in (copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
         assert twin.get_reward_func_names() == group.get_reward_func_names()
         assert twin.rubrics[0] is not group.rubrics[0]
         assert twin.rubrics[2].class_objects["judge"].__self__ is twin.rubrics[2]
-
-
-def test_an_environment_scores_by_a_group_and_one_with_group_functions() -> None:
-    env = vf.SingleTurnEnv(
-        eval_dataset=[{"question": "?", "answer": "yes"}],
-        rubric=vf.RubricGroup(
-            [
-                Rubric(funcs=[lambda completion, answer: float(completion[-1]["content"] == answer)]),
-                Rubric(funcs=[lambda completions: [0.5] * len(completions)]),
-            ]
-        ),
-    )
-    with FakeOpenAIServer(["yes", "no"]) as server:
-        results = env.evaluate_sync(server.url, "fake", rollouts_per_example=2, max_concurrent=1)
-    assert sorted(results.reward) == [0.5, 1.5]

@@ -26,18 +26,11 @@ def counted(tokens: int) -> Any:
 
 @pytest.mark.parametrize(
     ("tokens", "penalty"),
-    [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0), (10_000, -1.0)],
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (10_000, -1.0)],
 )
 def test_the_penalty_grows_over_the_buffer(tokens: int, penalty: float) -> None:
     func = vf.overlong_penalty(max_tokens=100, buffer_tokens=20)
     assert func(state=State(responses=[counted(tokens)])) == pytest.approx(penalty)
-
-
-def test_the_papers_own_numbers() -> None:
-    # L_max 20,480 with L_cache 4,096: nothing is punished up to 16,384 tokens
-    func = vf.overlong_penalty(max_tokens=20_480, buffer_tokens=4_096)
-    for tokens, penalty in ((16_384, 0.0), (18_432, -0.5), (20_480, -1.0)):
-        assert func(state=State(responses=[counted(tokens)])) == penalty
 
 
 @pytest.mark.parametrize(("max_tokens", "buffer_tokens"), [(10, 0), (10, 11), (0, 0), (10, -1)])
@@ -110,13 +103,9 @@ CASES = [
     ("so 4 it is</think> <answer> \\boxed{4} </answer>", 4, (1, 1, 1)),
     ("so</think> <answer>The answer is \\boxed{2\\sqrt{2}}.</answer>", "\\sqrt{8}", (1, 1, 1)),
     ("so</think> <answer>5</answer>", "4", (1, 0, 0)),
-    ("so</think> <answer></answer>", "4", (1, 0, 0)),
     ("4", "4", (0, 0, 0)),
     ("so</think><answer>4</answer>", "4", (0, 0, 0)),
-    ("so</think>  <answer>4</answer>", "4", (0, 0, 0)),
-    ("so</think>\n<answer>4</answer>", "4", (0, 0, 0)),
     ("so</think> <answer>4", "4", (0, 0, 0)),
-    ("</answer>so</think> <answer>4", "4", (0, 0, 0)),
     ("a</think> <answer>5</answer> no: </think> <answer>4</answer>", "4", (1, 1, 1)),
     ("so</think> <answer>4</answer>", ["3", "4"], (1, 1, 1)),
 ]
@@ -137,11 +126,6 @@ async def test_the_rubric_gives_the_same(text: str, truth: Any, expected: tuple[
     assert scored["reward"] == expected[2]
     assert scored["metrics"] == {"r1_zero_answer": expected[1], "r1_zero_format": expected[0]}
     assert "grading_errors" not in scored
-
-
-def test_an_answer_that_runs_out_of_time_is_wrong() -> None:
-    result = vf.r1_zero_reward("</think> <answer>10^{10^{10}}</answer>", "\\sqrt{2}", timeout_s=0.5)
-    assert result == {"format": 1.0, "answer": 0.0, "reward": 0.0}
 
 
 # -- EpisodicSumRubric

@@ -18,13 +18,7 @@ Row = Mapping[str, Any]
 
 
 class _Source(NamedTuple):
-    """The source of an example dataset, and how its rows are read.
-
-    Attributes:
-        configs: the rows of all of them, one after the other.
-        split: read unless the caller names one.
-        keep: which rows are taken.
-    """
+    """The source of an example dataset; its rows are those of all `configs`, one after the other."""
 
     path: str
     split: str
@@ -34,28 +28,26 @@ class _Source(NamedTuple):
     keep: Callable[[Row], bool] | None = None
 
 
-def _lettered(options: list[str]) -> list[str]:
-    return [f"{chr(ord('A') + place)}: {option}" for place, option in enumerate(options)]
-
-
-def _choices_question(question: str, options: str) -> Callable[[Row], str]:
-    return lambda row: "\n".join([f"Question: {row[question]}\n", *_lettered(row[options])])
+def _choices(question: str, options: list[str]) -> str:
+    return "\n".join([f"Question: {question}\n", *(f"{'ABCDEFGHIJ'[n]}: {text}" for n, text in enumerate(options))])
 
 
 _GPQA_OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 def _gpqa_order(row: Row) -> list[str]:
-    """Return the options in an order that is drawn by the question, so that every load gives the same rows."""
+    # drawn by the question, so that every load gives the same rows
     return random.Random(row["Question"]).sample(_GPQA_OPTIONS, len(_GPQA_OPTIONS))
 
 
-def _gpqa_question(row: Row) -> str:
-    return "\n".join([f"Question: {row['Question']}\n", *_lettered([row[name] for name in _gpqa_order(row)])])
-
-
-def _gpqa_answer(row: Row) -> str:
-    return "ABCD"[_gpqa_order(row).index("Correct Answer")]
+def _gpqa(config: str) -> _Source:
+    return _Source(
+        "Idavidrein/gpqa",
+        "train",
+        lambda row: _choices(row["Question"], [row[name] for name in _gpqa_order(row)]),
+        lambda row: "ABCD"[_gpqa_order(row).index("Correct Answer")],
+        (config,),
+    )
 
 
 def _openbookqa_question(row: Row) -> str:
@@ -65,19 +57,11 @@ def _openbookqa_question(row: Row) -> str:
     )
 
 
-def _gpqa(config: str) -> _Source:
-    return _Source("Idavidrein/gpqa", "train", _gpqa_question, _gpqa_answer, (config,))
-
-
 def _open_rs(level: str | None = None) -> _Source:
     return _Source("knoveleng/open-rs", "train", keep=None if level is None else lambda row: row["level"] == level)
 
 
-def _is_python_problem(row: Row) -> bool:
-    opening = "Solve the following coding problem using the programming language python:"
-    return bool(row["prompt"].startswith(opening))
-
-
+_PYTHON_PROBLEM = "Solve the following coding problem using the programming language python:"
 _SOURCES = {
     "gsm8k": _Source(
         "openai/gsm8k", "test", "question", lambda row: extract_hash_answer(row["answer"]), configs=("main",)
@@ -96,15 +80,23 @@ _SOURCES = {
     "gpqa_diamond": _gpqa("gpqa_diamond"),
     "gpqa_main": _gpqa("gpqa_main"),
     "mmlu": _Source(
-        "cais/mmlu", "dev", _choices_question("question", "choices"), lambda row: "ABCD"[row["answer"]], ("all",)
+        "cais/mmlu",
+        "dev",
+        lambda row: _choices(row["question"], row["choices"]),
+        lambda row: "ABCD"[row["answer"]],
+        ("all",),
     ),
-    "mmlu_pro": _Source("TIGER-Lab/MMLU-Pro", "validation", _choices_question("question", "options")),
+    "mmlu_pro": _Source("TIGER-Lab/MMLU-Pro", "validation", lambda row: _choices(row["question"], row["options"])),
     "openbookqa": _Source("allenai/openbookqa", "train", _openbookqa_question, "answerKey", ("main",)),
     "openrs": _open_rs(),
     "openrs_easy": _open_rs("Easy"),
     "openrs_hard": _open_rs("Hard"),
     "prime_code": _Source(
-        "PrimeIntellect/verifiable-coding-problems", "train", "prompt", "verification_info", keep=_is_python_problem
+        "PrimeIntellect/verifiable-coding-problems",
+        "train",
+        "prompt",
+        "verification_info",
+        keep=lambda row: bool(row["prompt"].startswith(_PYTHON_PROBLEM)),
     ),
 }
 

@@ -20,7 +20,6 @@ def _moved(module: str, home: str, names: str) -> dict[str, str]:
 
 
 _LATE = "verifiers.classic.late_names"
-_MONITORS = "verifiers.classic.monitor_rubrics"
 _LATE_TYPES = (
     "DatasetBuilder GenerateMetadata GroupRewardFunc ImageUrlContentPart IndividualRewardFunc InputAudioContentPart "
     "Response RolloutOutput RolloutTiming TextContentPart TrajectoryStepTokens"
@@ -28,17 +27,17 @@ _LATE_TYPES = (
 
 CLASSIC_NAMES = {
     # verifiers and verifiers.types
-    **_moved("verifiers", "verifiers.envs.sandbox_client", "SandboxState"),
+    **_moved("verifiers", "verifiers.envs.sandbox_env", "SandboxState"),
     **_moved("verifiers", _LATE, "MissingKeyError ensure_keys log_level quiet_verifiers"),
     **_moved("verifiers", "verifiers.errors", "InvalidModelResponseError"),
     "verifiers:Client": "openai:AsyncOpenAI",
     **_moved("verifiers.types", "openai.types.chat", "ChatCompletion ChatCompletionToolParam"),
     "verifiers.types:Completion": "openai.types:Completion",
-    "verifiers.types:Tool": "verifiers.classic.tool_defs:ToolDef",
+    "verifiers.types:Tool": f"{_LATE}:ToolDef",
     **_moved("verifiers", _LATE, _LATE_TYPES),
     **_moved("verifiers.types", _LATE, _LATE_TYPES),
     # modules that have gone
-    **_moved("verifiers.clients", "verifiers.classic.clients", "setup_client"),
+    **_moved("verifiers.clients", _LATE, "setup_client"),
     "verifiers.clients:Client": "openai:AsyncOpenAI",
     "verifiers.clients.client:Client": "openai:AsyncOpenAI",
     **_moved("verifiers.decorators", "verifiers.envs.lifecycle", "stop cleanup teardown"),
@@ -46,11 +45,12 @@ CLASSIC_NAMES = {
     **_moved("verifiers.envs.experimental.gym_env", "verifiers.rubrics.shaping", "EpisodicSumRubric"),
     **_moved("verifiers.envs.experimental.mcp_env", "verifiers.integrations.mcp", "MCPEnv MCPServerConfig"),
     **_moved("verifiers.envs.integrations.openenv_env", "verifiers.integrations.openenv", "OpenEnvEnv"),
-    **_moved("verifiers.envs.multiturn_env", _MONITORS, "MultiTurnMonitorRubric"),
+    **_moved("verifiers.envs.multiturn_env", _LATE, "MultiTurnMonitorRubric"),
     **_moved("verifiers.envs.python_env", "verifiers.envs.sandbox_env", "PythonEnv"),
-    **_moved("verifiers.envs.sandbox_env", _MONITORS, "SandboxMonitorRubric"),
+    **_moved("verifiers.envs.sandbox_env", _LATE, "SandboxMonitorRubric"),
+    **_moved("verifiers.envs.singleturn_env", "verifiers.envs.multiturn_env", "SingleTurnEnv"),
     **_moved("verifiers.envs.stateful_tool_env", "verifiers.envs.tool_env", "StatefulToolEnv"),
-    **_moved("verifiers.envs.tool_env", _MONITORS, "ToolMonitorRubric"),
+    **_moved("verifiers.envs.tool_env", _LATE, "ToolMonitorRubric"),
     **{
         f"{package}.{name}": f"verifiers.integrations.{name.replace(old, new)}"
         for package in ("verifiers.envs", "verifiers.envs.integrations")
@@ -59,12 +59,14 @@ CLASSIC_NAMES = {
             ("reasoninggym_env:ReasoningGymEnv", "reasoninggym_env", "reasoning_gym"),
         )
     },
-    **_moved("verifiers.parsers.maybe_think_parser", "verifiers.parsers.think_parser", "MaybeThinkParser"),
+    **_moved("verifiers.parsers.maybe_think_parser", "verifiers.parsers.parser", "MaybeThinkParser"),
+    **_moved("verifiers.parsers.think_parser", "verifiers.parsers.parser", "MaybeThinkParser ThinkParser"),
+    **_moved("verifiers.rubrics.rubric_group", "verifiers.rubrics.rubric", "RubricGroup"),
     **_moved("verifiers.scripts.eval", "verifiers.cli.evaluate", "main"),
     **_moved("verifiers.utils.async_utils", "verifiers.envs.lifecycle", "maybe_await"),
     **_moved("verifiers.utils.async_utils", _LATE, "maybe_semaphore"),
-    **_moved("verifiers.utils.client_utils", "verifiers.classic.clients", "setup_client"),
-    "verifiers.utils.client_utils:setup_openai_client": "verifiers.classic.clients:setup_client",
+    **_moved("verifiers.utils.client_utils", _LATE, "setup_client"),
+    "verifiers.utils.client_utils:setup_openai_client": f"{_LATE}:setup_client",
     **_moved("verifiers.utils.config_utils", _LATE, "MissingKeyError ensure_keys"),
     **_moved(
         "verifiers.utils.data_utils",
@@ -86,8 +88,8 @@ CLASSIC_NAMES = {
     **_moved("verifiers.utils.message_utils", _LATE, "concat_messages sanitize_tool_calls"),
     "verifiers.utils.message_utils:normalize_messages": "verifiers.types:as_messages",
     **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message"),
-    "verifiers.utils.save_utils:make_dataset": "verifiers.classic.environment_api:to_dataset",
-    **_moved("verifiers.utils.tool_utils", "verifiers.classic.tool_defs", "convert_func_to_tool_def"),
+    "verifiers.utils.save_utils:make_dataset": "verifiers.classic.outputs:to_dataset",
+    **_moved("verifiers.utils.tool_utils", _LATE, "convert_func_to_tool_def"),
     **_moved("verifiers.utils.tool_utils", "verifiers.envs.tools", "convert_func_to_oai_tool"),
 }
 """The place of each name that has gone or moved, by its classic place; both as "module:name"."""
@@ -100,23 +102,16 @@ _HOSTED_NAMES = (
     "SandboxConfig Task Taskset TasksetConfig Toolset ToolsetConfig TunnelError User UserConfig advantage metric "
     "reward setup update"
 )
-_CLIENTS = (
-    "AnthropicMessagesClient NeMoRLChatCompletionsClient OpenAIChatCompletionsClient "
-    "OpenAIChatCompletionsTokenClient OpenAICompletionsClient OpenAIResponsesClient RendererClient "
-    "anthropic_messages_client nemorl_chat_completions_client openai_chat_completions_client "
-    "openai_chat_completions_token_client openai_completions_client openai_responses_client renderer_client "
-    "resolve_client"
-)
 _COMMAND_PARTS = "async_utils.maybe_retry save_utils.state_to_output save_utils.states_to_outputs"
-_HOSTED = frozenset(
-    f"verifiers.{parent}{path}"
-    for parent, paths in (
-        ("", f"{_HOSTED_MODULES} {_HOSTED_NAMES}"),
-        ("clients.", _CLIENTS),
-        ("utils.", _COMMAND_PARTS),
-    )
-    for path in paths.split()
-)
+_HOSTED = {
+    *(f"verifiers.{path}" for path in f"{_HOSTED_MODULES} {_HOSTED_NAMES}".split()),
+    *(f"verifiers.utils.{path}" for path in _COMMAND_PARTS.split()),
+}
+
+
+def _is_refused(path: str) -> bool:
+    is_client = path.startswith("verifiers.clients.")
+    return is_client or any(path == hosted or path.startswith(f"{hosted}.") for hosted in _HOSTED)
 
 
 def classic_name(module: str, name: str) -> Any:
@@ -130,7 +125,7 @@ def classic_name(module: str, name: str) -> Any:
         home, _, attribute = target.partition(":")
         return getattr(importlib.import_module(home), attribute)
     path = f"{module}.{name}"
-    raise AttributeError(_refusal(path) if path in _HOSTED else f"module {module!r} has no attribute {name!r}")
+    raise AttributeError(_refusal(path) if _is_refused(path) else f"module {module!r} has no attribute {name!r}")
 
 
 def classic_spec(path: str) -> ModuleSpec | None:
@@ -144,11 +139,11 @@ def classic_spec(path: str) -> ModuleSpec | None:
     """
     holds_modules = any(module.startswith(f"{path}.") for module in _classic_modules())
     if not holds_modules and path not in _classic_modules():
-        if any(path == hosted or path.startswith(f"{hosted}.") for hosted in _HOSTED):
+        if _is_refused(path):
             raise ImportError(_refusal(path), name=path)
         return None
     # `from MODULE import NAME` shows why a name is refused where the module is a package
-    holds_refused = any(path == hosted.rpartition(".")[0] for hosted in _HOSTED)
+    holds_refused = path == "verifiers.clients" or any(path == hosted.rpartition(".")[0] for hosted in _HOSTED)
     return ModuleSpec(path, _ClassicModule(), is_package=holds_modules or holds_refused)  # type: ignore[arg-type]
 
 

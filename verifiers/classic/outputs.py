@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from verifiers.errors import Error, GradingError
+from verifiers.errors import GradingError
+from verifiers.loop_thread import run_blocking
+from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.rollout import Rollout
 from verifiers.types import GenerateOutputs, Outcome, Record, SamplingArgs
 
-__all__ = ["generate_outputs", "mean_of_scored", "raise_unless_kept"]
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["complete_or_awaitable", "generate_outputs", "raise_failure", "to_dataset"]
 
 Column = Sequence[float | None]
+Work = Callable[[], Coroutine[Any, Any, GenerateOutputs]]
 
 _COLUMNS = ("prompt", "completion", "answer", "state", "task", "info")
 
 
-def raise_unless_kept(rollouts: Sequence[Rollout]) -> None:
-    """Raise the failure of a rollout, unless it is a `vf.Error`, which its state keeps.
-
-    Raises:
-        Exception: the first failure of another kind.
-    """
-    for rollout in rollouts:
-        if rollout.failure is not None and not isinstance(rollout.failure.exception, Error):
-            raise rollout.failure.exception or TimeoutError(rollout.failure.text)
+def raise_failure(rollout: Rollout, kept: type[Exception] | tuple[()] = ()) -> None:
+    """Raise the failure of a rollout, unless it is of a kind that its state keeps."""
+    failure = rollout.failure
+    if failure is not None and not isinstance(failure.exception, kept):
+        raise failure.exception or TimeoutError(failure.text)
 
 
 def generate_outputs(
     env: Any,
     rollouts: Sequence[Rollout],
-    *,
     scored: bool,
     model: str,
     client: Any,
@@ -41,20 +44,15 @@ def generate_outputs(
 ) -> GenerateOutputs:
     """Return finished rollouts as columns, as one record each (`outputs`), and what they have in common (`metadata`).
 
-    Args:
-        env: the environment that played them.
-        rollouts: in the order of the inputs.
-        scored: they have been scored; one without a reward, whose `reward` and metrics are None, has failed.
-        model: the policy's name.
-        client: where it was called.
-        sampling_args: of the call.
-        started: when the call began, by `time.time`.
+    Where they are scored, one without a reward, whose `reward` and metrics are None, has failed. The call began at
+    `started`, by `time.time`.
 
     Raises:
         Exception: no rollout came to its end; the first one's failure.
     """
-    if rollouts and all(rollout.failure and rollout.outcome is not Outcome.GRADING_ERROR for rollout in rollouts):
-        raise_first(rollouts)
+    if all(rollout.failure and rollout.outcome is not Outcome.GRADING_ERROR for rollout in rollouts):
+        for rollout in rollouts:
+            raise_failure(rollout)
     columns: dict[str, list[Any]] = {name: [getattr(rollout, name) for rollout in rollouts] for name in _COLUMNS}
     reward: Column = []
     metrics: dict[str, Column] = {}
@@ -77,8 +75,17 @@ def generate_outputs(
             rollout.state["reward"] = rollout.reward
             rollout.state["metrics"] = {**rollout.metrics, "num_turns": of_rollout["num_turns"]}
         outputs.append(_output(rollout, of_rollout))
-    metadata = _metadata(env, outputs, reward, metrics)
-    metadata.update(
+    examples = {output["example_id"] for output in outputs}
+    metadata = Record(
+        env_id=getattr(env, "env_id", None) or "",
+        env_args=getattr(env, "env_args", None) or {},
+        num_examples=len(examples),
+        rollouts_per_example=len(outputs) // max(1, len(examples)),
+        avg_reward=_mean_of_scored(reward),
+        avg_metrics={name: _mean_of_scored(values) for name, values in metrics.items()},
+        avg_error=_mean_of_scored([float(output["error"] is not None) for output in outputs]),
+        state_columns=[],
+        path_to_save=None,
         model=model,
         base_url=str(getattr(client, "base_url", client if isinstance(client, str) else "")),
         sampling_args={**env.sampling_args, **(sampling_args or {})},
@@ -96,13 +103,6 @@ def generate_outputs(
         outputs=outputs,
         metadata=metadata,
     )
-
-
-def raise_first(rollouts: Sequence[Rollout]) -> None:
-    """Raise the failure of the first rollout that has one."""
-    for rollout in rollouts:
-        if rollout.failure is not None:
-            raise rollout.failure.exception or TimeoutError(rollout.failure.text)
 
 
 def _turns(state: Mapping[str, Any]) -> int:
@@ -133,24 +133,115 @@ def _output(rollout: Rollout, metrics: Mapping[str, float | None]) -> Record:
     )
 
 
-def _metadata(
-    env: Any, outputs: Sequence[Mapping[str, Any]], reward: Column, metrics: Mapping[str, Column]
-) -> Record:
-    examples = {output["example_id"] for output in outputs}
-    return Record(
-        env_id=getattr(env, "env_id", None) or "",
-        env_args=getattr(env, "env_args", None) or {},
-        num_examples=len(examples),
-        rollouts_per_example=len(outputs) // max(1, len(examples)),
-        avg_reward=mean_of_scored(reward),
-        avg_metrics={name: mean_of_scored(values) for name, values in metrics.items()},
-        avg_error=mean_of_scored([float(output["error"] is not None) for output in outputs]),
-        state_columns=[],
-        path_to_save=None,
-    )
-
-
-def mean_of_scored(values: Column) -> float | None:
+def _mean_of_scored(values: Column) -> float | None:
     """Return the mean of what is not None; None where all are, 0.0 where there is nothing."""
     scored = [value for value in values if value is not None]
     return sum(scored) / len(scored) if scored else None if values else 0.0
+
+
+def to_dataset(results: Mapping[str, Any], state_columns: Sequence[str] | None = None) -> Dataset:
+    """Return results as a Dataset; `average_reward` is over the rollouts of the same prompt."""
+    from datasets import Dataset
+
+    columns: dict[str, Any] = {name: list(results[name]) for name in ("prompt", "completion", "answer", "task")}
+    columns["completion"] = [sanitize_tool_calls(completion) for completion in columns["completion"]]
+    if results["reward"]:
+        prompts = [json.dumps(prompt, sort_keys=True, default=str) for prompt in results["prompt"]]
+        rewards: dict[str, list[float | None]] = {}
+        for prompt, reward in zip(prompts, results["reward"], strict=True):
+            rewards.setdefault(prompt, []).append(reward)
+        columns["reward"] = list(results["reward"])
+        columns["average_reward"] = [_mean_of_scored(rewards[prompt]) for prompt in prompts]
+    if any(results.get("info") or []):
+        columns["info"] = list(results["info"])
+    columns.update(results["metrics"])
+    for name in state_columns or []:
+        columns[name] = [plain(state.get(name)) for state in results["state"]]
+    return Dataset.from_dict(columns)
+
+
+# -- results that are read at once or awaited ---------------------------------------------------------------------
+
+
+def complete_or_awaitable(work: Work) -> GenerateOutputs:
+    """Return results that can be read at once or awaited.
+
+    Without a running loop the work is done here and now. Inside one it starts when the result is awaited, or,
+    for callers of the first generation, when it is first read (the loop then waits).
+    """
+    outputs = _AwaitableOutputs(work)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        outputs._complete()
+    return outputs
+
+
+class _AwaitableOutputs(GenerateOutputs):
+    """GenerateOutputs that may still have to be produced.
+
+    It has a coroutine's methods, since `asyncio.run` and `create_task` take nothing else that can be awaited.
+    """
+
+    _work: Work | None
+    _coroutine: Coroutine[Any, Any, GenerateOutputs] | None
+
+    def __init__(self, work: Work) -> None:
+        dict.__init__(self)
+        # a record's attributes are its items
+        vars(self).update(_work=work, _coroutine=None)
+
+    async def _awaited(self) -> GenerateOutputs:
+        if (work := self._take_work()) is not None:
+            self.update(await work())
+        return self
+
+    def _complete(self) -> None:
+        if (work := self._take_work()) is not None:
+            self.update(run_blocking(work))
+
+    def _take_work(self) -> Work | None:
+        work = self._work
+        vars(self)["_work"] = None
+        return work
+
+    def __await__(self) -> Generator[Any, Any, GenerateOutputs]:
+        return self._awaited().__await__()
+
+    def _started(self) -> Coroutine[Any, Any, GenerateOutputs]:
+        started = self._coroutine or self._awaited()
+        vars(self)["_coroutine"] = started
+        return started
+
+    def send(self, value: Any) -> Any:
+        return self._started().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._started().throw(*error)
+
+    def close(self) -> None:
+        if self._coroutine is not None:
+            self._coroutine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        self._complete()
+        return super().__getattr__(name)
+
+    # asyncio.gather keeps what it is given in a dict
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def _completing(name: str) -> Callable[..., Any]:
+    read = getattr(dict, name)
+
+    def complete_and_read(self: _AwaitableOutputs, *args: Any) -> Any:
+        self._complete()
+        return read(self, *args)
+
+    return complete_and_read
+
+
+for _name in ("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__repr__"):
+    setattr(_AwaitableOutputs, _name, _completing(_name))
+for _name in ("copy", "get", "items", "keys", "values"):
+    setattr(_AwaitableOutputs, _name, _completing(_name))

@@ -30,6 +30,7 @@ from verifiers.rubrics.scoring import (
     finite_float,
     is_group_func,
     note_failure,
+    parameters_of,
     reward_name,
     reward_values,
     store_scores,
@@ -38,14 +39,8 @@ from verifiers.rubrics.scoring import (
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutScores, State
 
 __all__ = [
-    "adapt",
-    "bounded_scores",
-    "call_reward_func",
-    "score_rollout",
-    "score_rollouts",
-    "scores_by_columns",
-    "set_on",
-]
+    "adapt", "bounded_scores", "call_reward_func", "score_rollout", "score_rollouts", "scores_by_columns", "set_on",
+]  # fmt: skip
 
 COLUMNS = ("prompt", "completion", "answer", "task", "info")
 
@@ -153,10 +148,9 @@ async def call_reward_func(
         [[value]] = await reward_values([RewardCall(func)], states, objects)
     if isinstance(value, float):
         return value
-    pairs = zip(rubric.reward_funcs, rubric.reward_weights, strict=True)
-    weights = [weight for own, weight in pairs if own is func]
+    weights = [rubric.reward_weights[place] for place, own in enumerate(rubric.reward_funcs) if own is func]
     is_metric = bool(weights) and not any(weights)
-    rubric.record_failure(reward_name(func), [] if is_metric else states, value)
+    rubric.record_failure(reward_name(func), [] if is_metric else [state], value)
     return math.nan if is_metric else 0.0
 
 
@@ -164,8 +158,6 @@ async def bounded_scores(
     rubric: Rubric, states: Sequence[State], score_sem: AbstractAsyncContextManager[Any]
 ) -> list[RolloutScore]:
     """Return the scores of a group, entering `score_sem` around each rollout, or around a group that is compared."""
-    if isinstance(score_sem, contextlib.nullcontext):
-        return await rubric.score_states(states)
     if rubric.has_group_funcs:
         async with score_sem:
             return await rubric.score_states(states)
@@ -182,10 +174,7 @@ async def _plain_scores(
     for task in {arguments_of(state)["task"] for state in states}:
         _refuse_group_funcs(rubric, task)
     score = _without_overrides(_with_class_objects(rubric, extra) if extra else rubric)
-    if gate is None and not rubric.has_group_funcs:
-        scores = await score(states)
-    else:
-        scores = await _each_by_itself(score, states, gate or contextlib.nullcontext())
+    scores = await _each_by_itself(score, states, gate or contextlib.nullcontext())
     for state, of_state in zip(states, scores, strict=True):
         take_failures(state, of_state)
         # of a group of environments, those of all of them
@@ -236,23 +225,20 @@ def _with_class_objects(rubric: Any, objects: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _filled(rows: Sequence[tuple[Any, ...]]) -> Iterator[list[State]]:
-    """Give the rows' states the rows' columns while the block runs, for that is where scoring reads them."""
-    given = [State() if row[3] is None else row[3] for row in rows]
-    # one state may serve several rows
-    states = given if len({id(state) for state in given}) == len(rows) else [State(state) for state in given]
-    before = [{name: state[name] for name in COLUMNS if name in state} for state in states]
-    for (prompt, completion, answer, _, task, info), state, kept in zip(rows, states, before, strict=True):
-        if kept.get("completion") in ([], ""):
-            # an earlier release left it empty, and what is written for a later one reads it there
-            kept["completion"] = completion
-        state.update(prompt=prompt, completion=completion, answer=answer, task=task, info=info or {})
+    """Give states with the rows' columns, where scoring reads them; what else they get goes to the rows' states."""
+    filled = [
+        State(state or {}, prompt=prompt, completion=completion, answer=answer, task=task, info=info or {})
+        for prompt, completion, answer, state, task, info in rows
+    ]
     try:
-        yield states
+        yield filled
     finally:
-        for state, kept in zip(states, before, strict=True):
-            for name in COLUMNS:
-                state.pop(name, None)
-            state.update(kept)
+        for (_, completion, _, state, *_), scored in zip(rows, filled, strict=True):
+            if state is not None:
+                if state.get("completion") in ([], ""):
+                    # an earlier release left it empty, and what is written for a later one reads it there
+                    state["completion"] = completion
+                state.update({name: value for name, value in scored.items() if name not in COLUMNS})
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------
@@ -305,12 +291,7 @@ async def score_by_overrides(self: Rubric, states: Sequence[State]) -> list[Roll
 
 
 async def scores_by_columns(rubric: Any, states: Sequence[State], **extra: Any) -> list[RolloutScore]:
-    """Score rollouts by one call of `rubric.score_rollouts`.
-
-    Raises:
-        GradingError: another number of rewards, or one that is not a finite number.
-        Exception: what the method raises.
-    """
+    """Score rollouts by one call of `rubric.score_rollouts`; a GradingError without a finite reward for each."""
     columns = {**columns_of([arguments_of(state) for state in states]), **extra}
     result = await rubric.score_rollouts(**_accepted(rubric.score_rollouts, columns))
     rewards = [finite_float(reward) for reward in result["reward"]]
@@ -329,13 +310,9 @@ async def _by_score_rollout(
     """Score one rollout by an override of `score_rollout`, with the arguments that it takes.
 
     `score_sem` is given to a method that takes it, and else entered around the call.
-
-    Raises:
-        GradingError: the method gave no reward, or one that is not a finite number.
-        Exception: what the method raises.
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
-    names, _ = _parameters_of(rubric.score_rollout)
+    names, _ = parameters_of(rubric.score_rollout)
     if "state" in names and "completion" not in names:
         arguments: dict[str, Any] = {"state": state}
         if "score_sem" in names:
@@ -391,11 +368,7 @@ async def _noted(
 
 
 def _score_from(result: Any, state: State) -> RolloutScore:
-    """Return the score that an override gave: as its result, or, where that is None, in the state.
-
-    Raises:
-        GradingError: there is no reward, or it is not a finite number.
-    """
+    """Return the score that an override gave: as its result, or, where that is None, in the state."""
     if isinstance(result, (int, float)):
         result = {"reward": result}
     source: Any = state if result is None else result
@@ -419,12 +392,5 @@ def _score_or_failure(result: Any, state: State) -> RolloutScore:
 
 def _accepted(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that a method takes."""
-    names, takes_everything = _parameters_of(method)
+    names, takes_everything = parameters_of(method)
     return arguments if takes_everything else {name: value for name, value in arguments.items() if name in names}
-
-
-def _parameters_of(method: Any) -> tuple[frozenset[str], bool]:
-    """Return the names of a method's parameters, and True where it takes any keyword."""
-    parameters = inspect.signature(method).parameters.values()
-    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
-    return frozenset(item.name for item in parameters), takes_everything

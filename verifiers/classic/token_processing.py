@@ -18,27 +18,12 @@ from typing import Any
 from verifiers.errors import ConfigError, MissingTokenIdsError
 from verifiers.parsers.messages import sanitize_tool_calls
 from verifiers.rollouts.rollout import Turn
-from verifiers.types import (
-    MessageRecord,
-    Messages,
-    MessageType,
-    ModelResponse,
-    ProcessedOutputs,
-    State,
-    message_field,
-)
+from verifiers.types import MessageRecord, MessageType, ModelResponse, State, message_field
 
 __all__ = [
-    "chat_logprobs",
-    "chat_tokens",
-    "completion_logprobs",
-    "completion_tokens",
-    "object_tokens",
-    "process_chat",
-    "process_completion",
-    "process_results",
-    "step_tokens",
-]
+    "chat_logprobs", "chat_tokens", "completion_logprobs", "completion_tokens", "cut", "process_chat",
+    "process_completion", "step_tokens",
+]  # fmt: skip
 
 _TOKEN_ID = re.compile(r"(?:token_)?id:(\d+)")
 
@@ -52,26 +37,16 @@ TokenLists = tuple[list[int], list[int], list[int], list[int], list[float]]
 def chat_tokens(response: ModelResponse) -> list[int]:
     """Return the sampled token ids of a chat completion: `token_ids`, or log-prob entries such as "token_id:123".
 
-    Raises:
-        MissingTokenIdsError: the answer has neither.
+    An answer that has neither is a MissingTokenIdsError.
     """
     return _tokens(response, _chat_entries(response))
 
 
 def chat_logprobs(response: ModelResponse) -> list[float]:
-    """Return the log-probs of the sampled tokens of a chat completion, in nats.
-
-    Raises:
-        MissingTokenIdsError: the answer has none.
-    """
-    if _is_overlong(response):
-        return []
-    if (turn := _turn(response)) is not None:
-        return list(turn.logprobs)
+    """Return the log-probs of the sampled tokens of a chat completion, in nats; MissingTokenIdsError without any."""
     entries = _chat_entries(response)
-    if entries is None:
-        raise MissingTokenIdsError("a chat completion has no logprobs; ask for them with logprobs=True.")
-    return [float(message_field(entry, "logprob")) for entry in entries]
+    values = None if entries is None else [message_field(entry, "logprob") for entry in entries]
+    return _floats(response, values, "a chat completion has no logprobs; ask for them with logprobs=True.")
 
 
 def completion_tokens(response: ModelResponse) -> list[int]:
@@ -81,20 +56,12 @@ def completion_tokens(response: ModelResponse) -> list[int]:
 
 def completion_logprobs(response: ModelResponse) -> list[float]:
     """Return the log-probs of the sampled tokens of a text completion, in nats; as `chat_logprobs`."""
-    if _is_overlong(response):
-        return []
-    if (turn := _turn(response)) is not None:
-        return list(turn.logprobs)
     values = _list_field(_logprobs(response), "token_logprobs")
-    if values is None:
-        raise MissingTokenIdsError("a completion has no logprobs; ask for them with logprobs=0.")
-    return [float(value) for value in values]
+    return _floats(response, values, "a completion has no logprobs; ask for them with logprobs=0.")
 
 
-def object_tokens(
-    response: ModelResponse, message_type: MessageType
-) -> tuple[list[int], list[int], list[float]] | None:
-    """Return prompt ids, sampled ids and log-probs of an SDK's response; None where one of them is missing."""
+def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
+    """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids."""
     prompt_ids = _sent_ids(response)
     is_chat = message_type == "chat"
     try:
@@ -102,27 +69,15 @@ def object_tokens(
         logprobs = (chat_logprobs if is_chat else completion_logprobs)(response)
     except (MissingTokenIdsError, TypeError, ValueError):
         return None
-    return None if prompt_ids is None else (prompt_ids, completion_ids, logprobs)
-
-
-def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
-    """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids.
-
-    Returns:
-        prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs (nats), overlong_prompt,
-        is_truncated.
-    """
-    found = object_tokens(response, message_type)
-    if found is None:
+    if prompt_ids is None:
         return None
-    prompt_ids, completion_ids, logprobs = found
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": [0] * len(prompt_ids),
         "completion_ids": completion_ids,
         "completion_mask": [1] * len(completion_ids),
         "completion_logprobs": logprobs,
-        "overlong_prompt": getattr(response, "id", None) == "overlong-prompt",
+        "overlong_prompt": _is_overlong(response),
         "is_truncated": getattr(response.choices[0], "finish_reason", None) == "length",
     }
 
@@ -145,11 +100,19 @@ def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]
     return [int(token[1]) for token in tokens if token is not None]
 
 
+def _floats(response: ModelResponse, values: Sequence[Any] | None, missing: str) -> list[float]:
+    if _is_overlong(response):
+        return []
+    if (turn := _turn(response)) is not None:
+        return list(turn.logprobs)
+    if values is None:
+        raise MissingTokenIdsError(missing)
+    return [float(value) for value in values]
+
+
 def _choice(response: ModelResponse) -> Any:
     choices = message_field(response, "choices")
-    if not choices:
-        return None
-    return choices[0]
+    return choices[0] if choices else None
 
 
 def _logprobs(response: ModelResponse) -> Any:
@@ -207,10 +170,9 @@ def process_chat(
     mask_env_responses: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> TokenLists:
-    """Return the token lists of a chat rollout.
+    """Return the token lists of a chat rollout, whose `responses` belong to its assistant messages, in order.
 
     Args:
-        state: its `responses` belong to the assistant messages of `completion`, in order.
         processing_class: a tokenizer with `apply_chat_template`.
         mask_env_responses: the environment's tokens get mask 0 instead of 1.
         tools: offered in the rollout, for the template.
@@ -320,17 +282,10 @@ def _with_parsed_arguments(message: Any) -> Any:
 def process_completion(
     prompt: str, completion: str, state: State, processing_class: Any, mask_env_responses: bool = False
 ) -> TokenLists:
-    """Return the token lists of a rollout in completion mode.
+    """Return the token lists of a rollout in completion mode; as `process_chat`, by a tokenizer with `encode`.
 
-    Args:
-        state: has `responses`, and where the environment spoke in between `responses_start_idx`: at which
-            character of `completion` each of them begins.
-        processing_class: a tokenizer with `encode`.
-        mask_env_responses: the environment's tokens get mask 0 instead of 1.
-
-    Raises:
-        ConfigError: the responses are not found in the completion, or a tokenizer that rewrites history.
-        MissingTokenIdsError: an answer without token ids or log-probs.
+    The state has `responses`, and where the environment spoke in between `responses_start_idx`: at which character of
+    `completion` each of them begins.
     """
     responses = list(state["responses"])
     starts = state.get("responses_start_idx")
@@ -355,38 +310,8 @@ def process_completion(
     return held.lists()
 
 
-# -- many rollouts --------------------------------------------------------------------------------------------
-
-
-def process_results(
-    process: Callable[[Messages, Messages, State], TokenLists],
-    prompts: Sequence[Messages],
-    completions: Sequence[Messages],
-    states: Sequence[State],
-    rewards: Sequence[float],
-    max_seq_len: int = -1,
-    mask_truncated_completions: bool = False,
-    zero_truncated_completions: bool = False,
-) -> ProcessedOutputs:
-    """Return the token lists of many rollouts, cut to `max_seq_len` tokens of prompt and completion together.
-
-    Args:
-        process: gives the token lists of one rollout.
-        max_seq_len: -1 never cuts.
-        mask_truncated_completions: a completion that was cut gets mask 0 throughout.
-        zero_truncated_completions: a completion that was cut gets reward 0.
-    """
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs", "rewards")
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    for prompt, completion, state, reward in zip(prompts, completions, states, rewards, strict=True):
-        lists = process(prompt, completion, state)
-        is_cut = 0 < max_seq_len < len(lists[0]) + len(lists[2])
-        if is_cut:
-            prompt_ids = lists[0][:max_seq_len]
-            room = max_seq_len - len(prompt_ids)
-            mask = [0] * min(room, len(lists[3])) if mask_truncated_completions else lists[3][:room]
-            lists = prompt_ids, lists[1][:max_seq_len], lists[2][:room], mask, lists[4][:room]
-        reward = 0.0 if is_cut and zero_truncated_completions else reward
-        for name, values in zip(names, (*lists, reward), strict=True):
-            columns[name].append(values)
-    return ProcessedOutputs(**columns)
+def cut(lists: TokenLists, max_seq_len: int, mask_truncated: bool) -> TokenLists:
+    """Return the first `max_seq_len` tokens of prompt and completion; the latter's get mask 0 where that is asked."""
+    room = max(0, max_seq_len - len(lists[0]))
+    mask = [0] * len(lists[3][:room]) if mask_truncated else lists[3][:room]
+    return lists[0][:max_seq_len], lists[1][:max_seq_len], lists[2][:room], mask, lists[4][:room]

@@ -15,7 +15,7 @@ from typing import Any
 from verifiers.cli.main import DONE, FAILED, Command, CommandFailedError, CommandParser, json_object, make_importable
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject
-from verifiers.parsers.messages import message_field, message_text
+from verifiers.types import message_field, message_text
 
 _HELP = "/done on a line of its own sends what was typed; /tool NAME {json} adds a call of a tool; Ctrl-C gives up."
 

@@ -24,12 +24,9 @@ from verifiers.keywords import EnvironmentOptions
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import RolloutInput, State
 
-__all__ = ["AgentEnv", "AgentOptions", "GatewayEnv", "RunAgent"]
+__all__ = ["AgentEnv", "AgentOptions", "GatewayEnv"]
 
 logger = logging.getLogger("verifiers.envs")
-
-RunAgent = Callable[..., Any]
-"""`run(row, *, base_url, api_key, model)`, sync or async; gives the final answer, or items of the state."""
 
 WIND_UP_S = 5.0
 """Seconds that an agent has for its end after a call was refused for the budget."""
@@ -49,11 +46,7 @@ class AgentOptions(EnvironmentOptions, total=False):
 
 
 class GatewayEnv(Environment, abc.ABC):
-    """Base of environments whose agent calls the policy by a gateway, which records the calls.
-
-    Args:
-        **kwargs: as `AgentEnv`.
-    """
+    """Base of environments whose agent calls the policy by a gateway, which records the calls; as `AgentEnv`."""
 
     def __init__(
         self,
@@ -76,11 +69,7 @@ class GatewayEnv(Environment, abc.ABC):
         """Run the agent once, under `_within_budget`; return its final answer, items of the state, or None."""
 
     async def play(self, state: State) -> None:
-        """Run the agent once; the calls that were read are in `trajectory`.
-
-        Raises:
-            AgentError: the agent failed, or made no call.
-        """
+        """Run the agent once; the calls that were read are in `trajectory`. One that made none is an AgentError."""
         begin_turns(state, self.oai_tools)
         client, model = state["client"], state["model"]
         if not isinstance(client, RolloutClient):
@@ -101,16 +90,7 @@ class GatewayEnv(Environment, abc.ABC):
     async def _within_budget(
         self, session: Session, agent: Coroutine[Any, Any, Any], *, wind_up_s: float = WIND_UP_S
     ) -> Any:
-        """Return what the agent gave, or None where a limit ended it.
-
-        Args:
-            session: of the agent.
-            agent: runs the agent.
-            wind_up_s: seconds that the agent has for its end after a call was refused for the budget.
-
-        Raises:
-            AgentError: the agent failed, or got no answer before its time or its budget was over.
-        """
+        """Return what the agent gave, or None where a limit ended it; an AgentError where it failed."""
         client = session.client
         deadline = asyncio.timeout(self.timeout_seconds)
         watch = asyncio.create_task(_end_over_budget(session, deadline, wind_up_s))
@@ -168,13 +148,9 @@ class GatewayEnv(Environment, abc.ABC):
         if not isinstance(result, Mapping) or "completion" not in result:
             last = {"role": "assistant", **(state["trajectory"][-1]["completion"][0] if calls else {})}
             last["content"] = last.get("content") or ""
-            answer = (
-                last
-                if result is None or isinstance(result, Mapping)
-                else {"role": "assistant", "content": str(result)}
-            )
-            chat = not isinstance(state["prompt"], str)
-            state["completion"] = [answer] if chat else answer["content"]
+            if result is not None and not isinstance(result, Mapping):
+                last = {"role": "assistant", "content": str(result)}
+            state["completion"] = last["content"] if isinstance(state["prompt"], str) else [last]
         state["is_completed"] = True
 
 
@@ -200,7 +176,7 @@ class AgentEnv(GatewayEnv):
         **kwargs: as `Environment`.
     """
 
-    def __init__(self, run: RunAgent, **kwargs: Unpack[AgentOptions]) -> None:
+    def __init__(self, run: Callable[..., Any], **kwargs: Unpack[AgentOptions]) -> None:
         super().__init__(**kwargs)
         if not callable(run):
             raise ConfigError(f"run is {run!r:.100}; give a function run(row, *, base_url, api_key, model).")

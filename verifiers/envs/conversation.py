@@ -23,16 +23,7 @@ from verifiers.types import (
     message_field,
 )
 
-__all__ = [
-    "TurnCount",
-    "add_response",
-    "ask_model",
-    "begin_turns",
-    "call_model",
-    "offered_tools",
-    "said_so_far",
-    "tools_of_info",
-]
+__all__ = ["add_response", "ask_model", "begin_turns", "call_model", "offered_tools", "said_so_far", "tools_of_info"]
 
 
 class OfferedTools(list[Any]):
@@ -56,11 +47,7 @@ def tools_of_info(info: Mapping[str, Any]) -> list[Any] | None:
 
 
 def offered_tools(state: Mapping[str, Any], default: list[Any] | None) -> list[Any] | None:
-    """Return the tools of the next model call: what the environment has set in the state, else those it began with.
-
-    Args:
-        default: the environment's, for a state that names none.
-    """
+    """Return the tools of the next model call: what was set in the state, those it began with, or the default."""
     named = [tools for name in ("tool_defs", "oai_tools") if (tools := state.get(name)) is not None]
     own = [tools for tools in named if type(tools) is not OfferedTools]
     return own[0] if own else next((tools for tools in named if tools), default)
@@ -110,14 +97,10 @@ async def call_model(
     sampling_args: SamplingArgs | None = None,
     logger: logging.Logger | None = None,
 ) -> ModelResponse:
-    """Ask the policy for its next answer.
+    """Ask the policy for its next answer; one with id "overlong-prompt" for a prompt that does not fit the context.
 
     Chat renames max_tokens to max_completion_tokens, OpenAI's present name; None values are dropped; a prompt
     with audio asks for text back unless told otherwise.
-
-    Returns:
-        The response; for a prompt that does not fit the context one with id "overlong-prompt" and
-        finish_reason "length".
 
     Raises:
         ConfigError: tools in completion mode.
@@ -154,7 +137,7 @@ async def call_model(
 
 
 class _Step(dict[str, Any]):
-    """An answer of the policy as a step of the trajectory; its `tokens` are made when they are read."""
+    """A step of the trajectory, whose `tokens` are made when they are read."""
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -185,8 +168,6 @@ def step_of(prompt: Messages, response: ModelResponse, message_type: MessageType
 
 
 def _has_audio(messages: list[ChatMessage]) -> bool:
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
-        if isinstance(content, list) and any("audio" in str(message_field(part, "type", "")) for part in content):
-            return True
-    return False
+    contents = [message_field(message, "content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any("audio" in str(message_field(part, "type", "")) for part in parts)

@@ -14,16 +14,7 @@ from verifiers.types import ChatMessage, Info, Messages, MessageType, drop_none
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "LazyDataset",
-    "count_trained_on",
-    "format_dataset",
-    "format_prompt",
-    "formatted",
-    "row_fields",
-    "selected",
-]
-
+__all__ = ["LazyDataset", "count_trained_on", "format_dataset", "format_prompt", "row_fields", "selected"]
 
 _MOST_COMPARED = 50_000
 
@@ -46,13 +37,8 @@ def format_dataset(
 ) -> Dataset:
     """Return the dataset with columns `id` (0 .. N-1), `prompt` and `answer` added where they are absent.
 
-    A prompt that is there already is left alone: neither system prompt nor examples are put before it. A dataset
-    without rows is taken, with a warning: what is run on it says so.
-
-    Args:
-        dataset: a `datasets.Dataset`, or rows as dicts.
-        question_key: the column that prompts are made of; in completion mode it is the prompt itself.
-        answer_key: the column that `answer` is copied from.
+    A prompt that is there already is left alone: neither system prompt nor examples are put before it. In completion
+    mode the question is the prompt itself. A dataset without rows is taken, with a warning.
 
     Raises:
         ConfigError: neither a prompt nor a question; rows whose values differ in type.
@@ -66,11 +52,8 @@ def format_dataset(
         raise ConfigError(
             f"The dataset has neither a column 'prompt' nor a column {question_key!r}, only {', '.join(columns)}."
         )
-    added: dict[str, str] = {}
-    if "prompt" not in columns:
-        added["prompt"] = question_key
-    if "answer" not in columns and answer_key in columns:
-        added["answer"] = answer_key
+    sources = {"prompt": question_key, "answer": answer_key}
+    added = {name: source for name, source in sources.items() if name not in columns and source in columns}
     if added:
 
         def with_added(rows: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,14 +87,8 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
 def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int | None:
     """Return how many of the rows are also training rows of an environment: same prompt, answer and info.
 
-    Args:
-        env: whose training rows they are compared with, the first `_MOST_COMPARED`. Where they are made by a function
-            that nobody has called yet, it is not called for this.
-        rows: of an evaluation.
-
-    Returns:
-        The number; the least number where there are more training rows than are compared. None where none was found
-        and not all training rows were compared.
+    They are compared with the first `_MOST_COMPARED` training rows; a function that makes those and that nobody has
+    called yet is not called for this. None where none was found and not all training rows were compared.
     """
     training = vars(env).get("_dataset")
     if training is None:
@@ -148,19 +125,13 @@ def _lean_message(message: Any) -> Any:
 def _info(value: Any) -> Info:
     if value is None or value == "":
         return {}
-    info = value
-    if isinstance(value, str):
-        try:
-            info = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"A row's info is text but not JSON ({error}): {value[:80]!r}.") from error
+    try:
+        info = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"A row's info is text but not JSON ({error}): {value[:80]!r}.") from error
     if not isinstance(info, Mapping):
         raise ConfigError(f"A row's info must be a dict or the JSON text of one, not {type(info).__name__}.")
-    info = dict(info)
-    for name in ("oai_tools", "tool_defs"):
-        if isinstance(info.get(name), list):
-            info[name] = drop_none(info[name])
-    return info
+    return {name: drop_none(item) if name in ("oai_tools", "tool_defs") else item for name, item in info.items()}
 
 
 def _as_dataset(dataset: Any) -> Dataset:
@@ -214,17 +185,8 @@ def selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:
     return dataset if n < 0 else dataset.select(range(min(n, len(dataset))))
 
 
-def formatted(env: Any, dataset: Any) -> Any:
-    """Return the dataset as the environment formats it; a function that will return one is left for `LazyDataset`."""
-    return (
-        dataset
-        if dataset is None or callable(dataset)
-        else env.format_dataset(dataset, env.system_prompt, env.few_shot)
-    )
-
-
 class LazyDataset:
-    """A dataset as an attribute of an environment; a function in its place is called at the first reading."""
+    """A dataset as an attribute of an environment, which formats it; a function is called at the first reading."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -234,8 +196,10 @@ class LazyDataset:
             return self
         dataset = env.__dict__.get(self._name)
         if callable(dataset):
-            dataset = env.__dict__[self._name] = formatted(env, dataset())
-        return dataset
+            self.__set__(env, dataset())
+        return env.__dict__.get(self._name)
 
     def __set__(self, env: Any, dataset: Any) -> None:
+        if dataset is not None and not callable(dataset):
+            dataset = env.format_dataset(dataset, env.system_prompt, env.few_shot)
         env.__dict__[self._name] = dataset

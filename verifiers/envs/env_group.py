@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from verifiers.concurrency import gather_owned
-from verifiers.data.sampler import reorder_chunks
 from verifiers.envs.environment import Environment, by_requests
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
@@ -47,19 +45,15 @@ def group_datasets(
     Raises:
         ConfigError: a column that cannot hold what it holds in each of them.
     """
-    routes: dict[str, Route] = {}
     # a plain row of an environment has its name as task, so that name is never another's
-    for name in env_map:
-        routes[name] = Route(name, name)
-    renamed: dict[Route, str] = {}
+    routes = {name: Route(name, name) for name in env_map}
     train = {name: env.get_dataset() for name, env in env_map.items() if env.dataset is not None}
     evaluation: dict[str, Dataset] = {}
     if any(env.eval_dataset is not None for env in env_map.values()):
         evaluation = {name: env.get_eval_dataset() for name, env in env_map.items()}
-    tables = []
+    tables: list[Dataset | None] = []
     for of_env in (train, evaluation):
-        filled = {name: dataset for name, dataset in of_env.items() if len(dataset)}
-        parts = {name: _with_tasks(dataset, name, routes, renamed) for name, dataset in filled.items()}
+        parts = {name: _with_tasks(dataset, name, routes) for name, dataset in of_env.items() if len(dataset)}
         tables.append(_concatenated(parts) if parts else None)
     return tables[0], tables[1], routes
 
@@ -67,8 +61,7 @@ def group_datasets(
 def alternating(names: Iterable[str]) -> list[int]:
     """Return the places of rows so that environments take turns, each with its rows in order, until all are through.
 
-    Args:
-        names: of each row's environment.
+    The rows are given by the names of their environments.
     """
     seen: Counter[str] = Counter()
     turns = []
@@ -78,25 +71,20 @@ def alternating(names: Iterable[str]) -> list[int]:
     return [place for _, place in sorted(turns)]
 
 
-def _with_tasks(dataset: Dataset, name: str, routes: dict[str, Route], renamed: dict[Route, str]) -> Dataset:
+def _with_tasks(dataset: Dataset, name: str, routes: dict[str, Route]) -> Dataset:
     dataset = dataset.remove_columns([column for column in ("id", "example_id") if column in dataset.column_names])
     if "task" not in dataset.column_names:
         return dataset.add_column("task", [name] * len(dataset))
     tasks = [task or name for task in dataset["task"]]
-    return dataset.remove_columns("task").add_column(
-        "task", [_outer_task(Route(name, task), routes, renamed) for task in tasks]
-    )
+    outer = {task: _outer_task(Route(name, task), routes) for task in dict.fromkeys(tasks)}
+    return dataset.remove_columns("task").add_column("task", [outer[task] for task in tasks])
 
 
-def _outer_task(route: Route, routes: dict[str, Route], renamed: dict[Route, str]) -> str:
+def _outer_task(route: Route, routes: dict[str, Route]) -> str:
     """Return the group's name of an environment's task: the same, unless another environment has it."""
-    known = renamed.get(route)
-    if known is not None:
-        return known
     task = route.task
     while routes.setdefault(task, route) != route:
         task = f"{route.name}/{task}"
-    renamed[route] = task
     return task
 
 
@@ -140,18 +128,13 @@ class EnvGroupRubric(Rubric):
     are another environment's; `score_group` gives each rollout those of its environment, so that means are over what
     was measured. A rollout whose task no environment has is a failed grade.
 
-    Args:
-        env_map: environments by name.
-        routes: for tasks that are not names of environments: whose they are, and under which name there.
-
-    Attributes:
-        all_reward_names: names of all reward functions of the group, sorted.
+    `routes` has the tasks that are not names of environments; `all_reward_names` are those of the group, sorted.
     """
 
     def __init__(self, env_map: Mapping[str, Environment], routes: Mapping[str, Route] | None = None) -> None:
         super().__init__()
         self.env_map = dict(env_map)
-        self.routes = dict(routes or {})
+        self.routes = {**{name: Route(name, name) for name in env_map}, **(routes or {})}
         names = {name for env in self.env_map.values() for name in env.rubric.get_reward_func_names()}
         self.all_reward_names = sorted(names)
 
@@ -171,20 +154,25 @@ class EnvGroupRubric(Rubric):
 
     def rubric_of(self, task: Any) -> Rubric | None:
         """Return the rubric that scores rollouts of a task, if any."""
-        route = _route_of(task, self.env_map, self.routes)
+        route = self.routes.get(task)
         return None if route is None else self.env_map[route.name].rubric
 
     async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
         """Score rollouts by the rubric of their task; as `Rubric.score_states`."""
 
         async def score_task(task: Any, of_task: list[State]) -> list[RolloutScore]:
-            route = _route_of(task, self.env_map, self.routes)
+            route = self.routes.get(task)
             if route is None:
                 error = ConfigError(f"no environment of the group has the task {task!r}, only {sorted(self.env_map)}")
                 self.record_failure("EnvGroupRubric", of_task, error)
                 return [RolloutScore(0.0) for _ in of_task]
-            with _task_inside(of_task, route.task):
+            for state in of_task:
+                state["task"] = route.task
+            try:
                 return await self.member_scores(self.env_map[route.name].rubric, of_task)
+            finally:
+                for state in of_task:
+                    state["task"] = task
 
         return await _by_key([arguments_of(state)["task"] for state in states], states, score_task)
 
@@ -250,7 +238,7 @@ class EnvGroup(Environment):
         rows = self.get_eval_dataset()
         if n < 0:
             return rows
-        routes = (_route_of(task, self.env_map, self._routes) for task in rows["task"])
+        routes = (self._routes.get(task) for task in rows["task"])
         return rows.select(alternating("" if route is None else route.name for route in routes)[:n])
 
     def get_env_for_task(self, task: str) -> Environment:
@@ -283,7 +271,7 @@ class EnvGroup(Environment):
             state["task"] = task
 
     def _place(self, task: str) -> tuple[Environment, str]:
-        route = _route_of(task, self.env_map, self._routes)
+        route = self._routes.get(task)
         return (self.envs[0], task) if route is None else (self.env_map[route.name], route.task)
 
 
@@ -294,30 +282,14 @@ async def _by_key(
     places: dict[Key, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
+    results: dict[int, Result] = {}
 
-    async def chunk(key: Key) -> list[tuple[tuple[int, int], Result]]:
-        results = await work(key, [items[place] for place in places[key]])
-        return [((place, 0), result) for place, result in zip(places[key], results, strict=True)]
+    async def work_on(key: Key) -> None:
+        done = await work(key, [items[place] for place in places[key]])
+        results.update(zip(places[key], done, strict=True))
 
-    return reorder_chunks(await gather_owned([chunk(key) for key in places]), 1)
-
-
-def _route_of(task: Any, env_map: Mapping[str, Environment], routes: Mapping[str, Route]) -> Route | None:
-    route = routes.get(task)
-    return Route(task, task) if route is None and task in env_map else route
-
-
-@contextlib.contextmanager
-def _task_inside(states: Sequence[State], task: str) -> Iterator[None]:
-    """Give the states the task's name inside its environment while the block runs."""
-    names = [state.get("task") for state in states]
-    for state in states:
-        state["task"] = task
-    try:
-        yield
-    finally:
-        for state, name in zip(states, names, strict=True):
-            state["task"] = name
+    await gather_owned([work_on(key) for key in places])
+    return [results[place] for place in range(len(items))]
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,17 +18,17 @@ from verifiers.notebook import environment_html
 from verifiers.parsers.parser import Parser
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run, play
-from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.rubric import Rubric, RubricGroup
 from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, RewardFunc, SamplingArgs, State
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from verifiers.classic.environment_api import ClassicCalls
+    from verifiers.classic.environments import ClassicCalls
 else:
     ClassicCalls = object
 
-__all__ = ["Environment", "by_requests", "by_state"]
+__all__ = ["Environment", "by_requests", "by_state", "is_state_call", "names_of_classic"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,15 +40,23 @@ CLASSIC_CALLS = (
     "generate_sync", "get_prompt_messages", "init_state", "make_dataset", "max_turns_reached",
     "parse_chat_completion_logprobs", "parse_chat_completion_tokens", "parse_completion_logprobs",
     "parse_completion_tokens", "process_chat_format_vllm", "process_completion_format_vllm", "process_env_results",
-    "process_env_results_vllm", "prompt_too_long", "render_completion", "rollout", "tool_defs",
+    "process_env_results_vllm", "prompt_too_long", "render_completion", "rollout",
 )  # fmt: skip
-CLASSIC_METHODS = frozenset(
-    {
-        "add_model_response", "add_trajectory_step", "env_response", "get_model_response", "get_prompt_messages",
-        "init_state", "is_completed", "max_turns_reached", "post_rollout", "prompt_too_long", "render_completion",
-        "rollout", "run_rollouts", "tool_defs",
-    }
-)  # fmt: skip
+PRESENT_FIRST = {
+    "env_response": "messages", "get_model_response": "state", "is_completed": "state", "post_rollout": "state",
+    "run_rollouts": "requests",
+}  # fmt: skip
+"""The first parameter of methods of the present interface that had another one in verifiers 0.1.x."""
+
+CLASSIC_METHODS = PRESENT_FIRST.keys() | {
+    "add_model_response", "add_trajectory_step", "get_prompt_messages", "init_state", "max_turns_reached",
+    "prompt_too_long", "render_completion", "rollout",
+}  # fmt: skip
+
+
+def is_state_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a method is called with the state first."""
+    return isinstance(args[0], Mapping) if args else "state" in kwargs and "messages" not in kwargs
 
 
 def _or_classic(is_present: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Callable[[F], F]:
@@ -59,7 +67,7 @@ def _or_classic(is_present: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if is_present(args, kwargs):
                 return method(self, *args, **kwargs)
-            from verifiers.classic.environment_api import classic_call
+            from verifiers.classic.environments import classic_call
 
             return classic_call(method, self, *args, **kwargs)
 
@@ -69,25 +77,50 @@ def _or_classic(is_present: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -
     return decorate
 
 
-def _state_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return isinstance(args[0], Mapping) if args else "state" in kwargs and "messages" not in kwargs
-
-
-by_state = _or_classic(_state_first)
+by_state = _or_classic(is_state_call)
 by_requests = _or_classic(lambda args, kwargs: len(args) + len(kwargs) == 2)
 
 
+def _is_classic(name: str, method: Any, parameters: Sequence[str]) -> bool:
+    # a mock has any attribute
+    if getattr(method, "is_present", False) is True:
+        return False
+    if name == "env_response":
+        return "tuple" in str(getattr(method, "__annotations__", {}).get("return", "")).lower()
+    return name not in PRESENT_FIRST or list(parameters[:1]) != [PRESENT_FIRST[name]]
+
+
+def _parameters(method: Any) -> list[str]:
+    try:
+        return list(inspect.signature(method).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def names_of_classic(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module in which `verifiers.classic` has further names."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            # asked by `from ... import`
+            raise AttributeError(name)
+        from verifiers.classic.import_paths import classic_name
+
+        return classic_name(module, name)
+
+    return get
+
+
 class _ClassicCall:
-    """A method or attribute of `verifiers.classic.environment_api.ClassicCalls`."""
+    """A method of `verifiers.classic.environments.ClassicCalls`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, env: Any, owner: Any = None) -> Any:
-        from verifiers.classic.environment_api import ClassicCalls
+        from verifiers.classic.environments import ClassicCalls
 
-        found: Any = inspect.getattr_static(ClassicCalls, self._name)
-        return found.__get__(env, owner)
+        return vars(ClassicCalls)[self._name].__get__(env, owner)
 
 
 class Environment(ClassicCalls):
@@ -129,11 +162,6 @@ class Environment(ClassicCalls):
         tool_defs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        for cls in type(self).__mro__:
-            if cls is Environment:
-                break
-            # methods may have been assigned to a class after it was made
-            _adapt(cls)
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         set_extra_keywords(self, kwargs, ("env_id", "env_args", "client", "model"))
         if rubric is not None and not hasattr(rubric, "score_rollout"):
@@ -162,16 +190,14 @@ class Environment(ClassicCalls):
             raise ConfigError(
                 'system_prompt and few_shot are not supported for completion tasks; use message_type="chat".'
             )
-        self.dataset = datasets.formatted(self, dataset)
-        self.eval_dataset = datasets.formatted(self, eval_dataset)
+        self.dataset = dataset
+        self.eval_dataset = eval_dataset
 
     def _repr_html_(self) -> str:
         return environment_html(self)
 
     dataset = datasets.LazyDataset()
     eval_dataset = datasets.LazyDataset()
-
-    # -- data -----------------------------------------------------------------------------------------------
 
     def format_prompt(
         self, prompt_str: str, system_prompt: str | None = None, few_shot: list[ChatMessage] | None = None
@@ -231,12 +257,8 @@ class Environment(ClassicCalls):
 
     def add_rubric(self, rubric: Rubric) -> None:
         """Add a rubric's rewards to those of the rubric that is there."""
-        from verifiers.rubrics.rubric_group import RubricGroup
-
         present = self.rubric if isinstance(self.rubric, RubricGroup) else RubricGroup([self.rubric])
         self.rubric = present.with_rubric(rubric)
-
-    # -- rollouts -------------------------------------------------------------------------------------------
 
     async def play(self, state: State) -> None:
         """Play one rollout out in its state; the method that environments with a loop of their own override.
@@ -252,16 +274,10 @@ class Environment(ClassicCalls):
     async def run_rollouts(self, requests: Sequence[RolloutRequest], run: Run) -> list[Rollout]:
         """Play every request side by side, each by calls of its own, under the run's semaphore.
 
-        Training, evaluation and the classic calls ask this method for their rollouts, so an override takes effect in
-        all of them. It may change requests (`dataclasses.replace`) and call `super().run_rollouts` again: a rollout
-        that is played a second time continues its trace. Failures are outcomes of their rollouts.
-
-        Args:
-            requests: what is scored together: the rollouts of a prompt, or fewer.
-            run: the policy and the limits that all rollouts share.
-
-        Returns:
-            One rollout for each request, in order, without scores.
+        Training, evaluation and the classic calls ask this method for what is scored together: the rollouts of a
+        prompt, or fewer. So an override takes effect in all of them. It may change requests (`dataclasses.replace`)
+        and call `super().run_rollouts` again: a rollout that is played a second time continues its trace. It returns
+        one rollout for each request, in order, without scores; failures are outcomes of their rollouts.
         """
         return await gather_owned([play(self, request, run) for request in requests])
 
@@ -294,46 +310,45 @@ class Environment(ClassicCalls):
             logger=getattr(self, "logger", None),
         )
 
+    @property
+    def tool_defs(self) -> Any:
+        """`oai_tools`, its items as `vf.Tool`s; given as those, or as dicts of name, description, parameters."""
+        from verifiers.classic.late_names import tool_defs_of
+
+        self.oai_tools = tool_defs_of(self.oai_tools)
+        return self.oai_tools
+
+    @tool_defs.setter
+    def tool_defs(self, tools: Any) -> None:
+        from verifiers.classic.late_names import tool_defs_of
+
+        self.oai_tools = tool_defs_of(tools)
+
     async def teardown(self) -> None:
         """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.lifecycle.run_teardown`."""
         await run_teardown(self)
 
-    # -- methods that are written for verifiers 0.1.x -----------------------------------------------------------
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _adapt(cls)
+        found = {}
+        for name in CLASSIC_METHODS:
+            owner = next((base for base in cls.__mro__ if name in vars(base)), Environment)
+            if owner is cls or not issubclass(owner, Environment):
+                method = vars(owner)[name]
+                if _is_classic(name, method, _parameters(method)[1:]):
+                    found[name] = method
+        if found:
+            from verifiers.classic.environments import adapt
+
+            adapt(cls, found)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in CLASSIC_METHODS:
-            from verifiers.classic.adapt import set_on
+        super().__setattr__(name, value)
+        if name in CLASSIC_METHODS and name != "env_response" and _is_classic(name, value, _parameters(value)):
+            from verifiers.classic.environments import set_on
 
             set_on(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
 
 for _name in CLASSIC_CALLS:
     setattr(Environment, _name, _ClassicCall(_name))
-
-
-def _adapt(cls: Any) -> None:
-    """Put the wrappers of `verifiers.classic.adapt` on methods of a class that are written for verifiers 0.1.x."""
-    if any(_is_classic(name, vars(cls)[name]) for name in CLASSIC_METHODS & vars(cls).keys()):
-        from verifiers.classic.adapt import adapt
-
-        adapt(cls)
-
-
-def _is_classic(name: str, method: Any) -> bool:
-    if getattr(method, "is_present", False):
-        return False
-    code = getattr(method, "__code__", None)
-    first = code.co_varnames[1:2] if code is not None else ()
-    if name in ("is_completed", "get_model_response", "post_rollout"):
-        return first != ("state",)
-    if name == "run_rollouts":
-        return first != ("requests",)
-    if name == "env_response":
-        return "uple" in str(getattr(method, "__annotations__", {}).get("return", ""))
-    return True

@@ -27,7 +27,7 @@ LONGEST_WAIT_S = 600.0
 
 
 class _Take(BaseModel):
-    """The body of /sessions: seconds to wait for a rollout."""
+    """The body of /sessions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     wait_s: float = Field(30.0, ge=0.0, le=LONGEST_WAIT_S)

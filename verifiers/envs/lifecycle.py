@@ -6,27 +6,18 @@ import asyncio
 import atexit
 import inspect
 import logging
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from types import CoroutineType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 __all__ = [
-    "TEARDOWN_WITHIN_S",
-    "cleanup",
-    "marked_methods",
-    "marked_names",
-    "maybe_await",
-    "run_teardown",
-    "stop",
-    "tear_down",
-    "teardown",
+    "TEARDOWN_WITHIN_S", "cleanup", "marked_methods", "maybe_await", "run_teardown", "stop", "tear_down", "teardown",
     "teardown_at_exit",
-]
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,60 +25,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `func` and await the result where it can be awaited. Errors pass through as they are."""
     result = func(*args, **kwargs)
-    # the hot path: the general check costs four times as much as these, and is rarely needed
-    if type(result) in _PLAIN:
-        return result
-    if isinstance(result, CoroutineType) or inspect.isawaitable(result):
-        return await result
-    return result
+    return await result if inspect.isawaitable(result) else result
 
-
-_PLAIN = frozenset({bool, dict, list, str, tuple, type(None)})
 
 _MARKS = "_verifiers_marks"
-_FUNCTION_TYPES = frozenset({FunctionType, MethodType})
 
 
-@overload
-def stop(func: F, /) -> F: ...
-@overload
-def stop(*, priority: int = 0) -> Callable[[F], F]: ...
-def stop(func: Any = None, /, *, priority: int = 0) -> Any:
-    """Mark a method `(self, state) -> bool`, sync or async, that ends a rollout when it returns True.
+class _Mark:
+    """A decorator of methods, used bare or with a priority."""
 
-    Args:
-        func: the method, when used bare, `@vf.stop`.
-        priority: higher is asked first; methods of one priority in the order of their names.
-    """
-    return _mark("stop", func, priority)
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
+    @overload
+    def __call__(self, func: F, /) -> F: ...
+    @overload
+    def __call__(self, /, *, priority: int = 0) -> Callable[[F], F]: ...
+    def __call__(self, func: Any = None, /, *, priority: int = 0) -> Any:
+        def marked(method: F) -> F:
+            setattr(method, _MARKS, {**getattr(method, _MARKS, {}), self.kind: priority})
+            return method
 
-@overload
-def cleanup(func: F, /) -> F: ...
-@overload
-def cleanup(*, priority: int = 0) -> Callable[[F], F]: ...
-def cleanup(func: Any = None, /, *, priority: int = 0) -> Any:
-    """Mark a method `(self, state)`, sync or async, that runs after every rollout, also after a failed one.
-
-    Args:
-        func: the method, when used bare, `@vf.cleanup`.
-        priority: higher runs first; methods of one priority in the order of their names.
-    """
-    return _mark("cleanup", func, priority)
+        return marked if func is None else marked(func)
 
 
-@overload
-def teardown(func: F, /) -> F: ...
-@overload
-def teardown(*, priority: int = 0) -> Callable[[F], F]: ...
-def teardown(func: Any = None, /, *, priority: int = 0) -> Any:
-    """Mark a method `(self)`, sync or async, that runs once when the environment is no longer needed.
+stop = _Mark("stop")
+"""Mark a method `(self, state) -> bool`, sync or async, that ends a rollout when it returns True.
 
-    Args:
-        func: the method, when used bare, `@vf.teardown`.
-        priority: higher runs first; methods of one priority in the order of their names.
-    """
-    return _mark("teardown", func, priority)
+`@vf.stop`, or `@vf.stop(priority=1)`: higher is asked first; methods of one priority in the order of their names.
+"""
+
+cleanup = _Mark("cleanup")
+"""Mark a method `(self, state)`, sync or async, that runs after every rollout, also after a failed one; as `stop`."""
+
+teardown = _Mark("teardown")
+"""Mark a method `(self)`, sync or async, that runs once when the environment is no longer needed; as `stop`."""
 
 
 def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
@@ -99,13 +71,10 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
         Highest priority first, then by name.
     """
     cls: Any = type(obj)
-    found = dict(marked_names(cls, kind))
-    if not found and _FUNCTION_TYPES.isdisjoint(map(type, getattr(obj, "__dict__", {}).values())):
-        # nearly no environment has marked methods, and every rollout asks
-        return []
+    found = dict(_marked_names(cls, kind))
     for name, value in getattr(obj, "__dict__", {}).items():
         # other callables may answer to any attribute (mocks do), and would seem marked
-        if type(value) in _FUNCTION_TYPES:
+        if isinstance(value, (FunctionType, MethodType)):
             priority = getattr(value, _MARKS, {}).get(kind)
             if priority is not None:
                 found[name] = priority
@@ -115,8 +84,7 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
 
 
 @lru_cache(maxsize=512)
-def marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
-    """Return the names and priorities of the methods that a class marks as `kind`."""
+def _marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
     # asked before and after every turn of every rollout, so it is cached
     found = []
     for name in dir(cls):
@@ -129,14 +97,6 @@ def marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _mark(kind: str, func: Any, priority: int) -> Any:
-    def marked(method: F) -> F:
-        setattr(method, _MARKS, {**getattr(method, _MARKS, {}), kind: priority})
-        return method
-
-    return marked if func is None else marked(func)
-
-
 logger = logging.getLogger("verifiers.envs")
 
 TEARDOWN_WITHIN_S = 5.0
@@ -144,8 +104,9 @@ TEARDOWN_WITHIN_S = 5.0
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 # those that have a thread of their own, which their group need not wait for
 _in_threads: weakref.WeakSet[Any] = weakref.WeakSet()
-_at_exit: weakref.WeakKeyDictionary[Any, _AtExit] = weakref.WeakKeyDictionary()
-_starting = threading.Lock()
+_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
+_at_exit_thread: threading.Thread | None = None
+_exiting = threading.Event()
 
 
 async def run_teardown(env: Any) -> None:
@@ -171,8 +132,7 @@ async def run_teardown(env: Any) -> None:
 def tear_down(envs: Iterable[Any], within_s: float = TEARDOWN_WITHIN_S) -> None:
     """Run the teardown of environments, and of those in groups, at once, and wait for all of them.
 
-    Args:
-        within_s: seconds for all together; what has not ended by then is left behind, with a warning.
+    What has not ended after `within_s` seconds is left behind, with a warning.
     """
     # in threads: the deadline of an event loop does not bound a method that never awaits
     waiting = [env for env in {id(env): env for env in _with_members(envs)}.values() if env not in _ended]
@@ -191,47 +151,28 @@ def teardown_at_exit(env: Any) -> None:
     For the classic calls, of which none is known to be the last. It does nothing for an environment without
     marked methods.
     """
-    for each in _with_members([env]):
-        if not marked_methods(each, "teardown"):
-            continue
-        with _starting:
-            waiting = _at_exit.get(each)
-            # one of a process that was forked does not run in it
-            if waiting is None or not waiting.thread.is_alive():
-                _at_exit[each] = _AtExit(each)
-    # once, however often this is called
-    atexit.unregister(_begin_exit)
-    atexit.register(_begin_exit)
+    global _at_exit_thread
+    _at_exit.update(each for each in _with_members([env]) if marked_methods(each, "teardown"))
+    # it is there before, since an interpreter that ends starts no thread (Python 3.12); a fork has none
+    if _at_exit and (_at_exit_thread is None or not _at_exit_thread.is_alive()):
+        _at_exit_thread = threading.Thread(target=_await_exit, name="verifiers-at-exit", daemon=True)
+        _at_exit_thread.start()
+        atexit.unregister(_begin_exit)
+        atexit.register(_begin_exit, _at_exit_thread)
 
 
-class _AtExit:
-    """A thread that runs one environment's teardown when it is told; it ends with the environment, too.
+def _await_exit() -> None:
+    _exiting.wait()
 
-    It is there before: from Python 3.12 on an interpreter that ends starts no thread.
-    """
+    async def end_all() -> None:
+        await asyncio.gather(*(env.teardown() for env in list(_at_exit) if env not in _ended))
 
-    def __init__(self, env: Any) -> None:
-        # unlike an event's, its put may interrupt itself: a weak reference can be called at any moment
-        self.begin: queue.SimpleQueue[None] = queue.SimpleQueue()
-        begin = self.begin
-        ref = weakref.ref(env, lambda _: begin.put(None))
-        self.thread = threading.Thread(target=_await_exit, args=(ref, begin), name="verifiers-at-exit", daemon=True)
-        self.thread.start()
+    asyncio.run(end_all())
 
 
-def _await_exit(ref: weakref.ref[Any], begin: queue.SimpleQueue[None]) -> None:
-    begin.get()
-    env = ref()
-    if env is not None and env not in _ended:
-        _run_teardown(env)
-
-
-def _begin_exit() -> None:
-    waiting = [(env, each) for env, each in _at_exit.items() if env not in _ended]
-    _in_threads.update(env for env, _ in waiting)
-    for _, each in waiting:
-        each.begin.put(None)
-    _wait_for([each.thread for _, each in waiting], TEARDOWN_WITHIN_S)
+def _begin_exit(thread: threading.Thread) -> None:
+    _exiting.set()
+    _wait_for([thread], TEARDOWN_WITHIN_S)
 
 
 def _run_teardown(env: Any) -> None:

@@ -9,22 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from verifiers.envs.conversation import add_response, ask_model, begin_turns, said_so_far
-from verifiers.envs.environment import Environment, by_state
+from verifiers.envs.environment import Environment, by_state, names_of_classic
 from verifiers.envs.lifecycle import marked_methods, maybe_await
 from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Messages, State, joined
 
-__all__ = ["MultiTurnEnv", "note_error"]
+__all__ = ["MultiTurnEnv", "SingleTurnEnv", "change"]
 
 
-def note_error(state: State, error: Error) -> None:
-    """Keep an error in the state; the rollout ends there.
-
-    Raises:
-        ConfigError: a mistake of the user's that every rollout would repeat is raised instead.
-    """
+def _note_error(state: State, error: Error) -> None:
     if isinstance(error, ConfigError):
+        # a mistake of the user's that every rollout would repeat
         raise error
     if isinstance(error, OverlongPromptError):
         state["prompt_too_long"] = state["is_truncated"] = True
@@ -59,8 +55,6 @@ class MultiTurnEnv(Environment):
         super().__init__(**kwargs)
         self.max_turns = max_turns
         self.timeout_seconds = timeout_seconds
-
-    # -- what environments override ---------------------------------------------------------------------------
 
     async def setup_state(self, state: State, **kwargs: Any) -> State | None:
         """Prepare the state of a new rollout in place, or return entries to add. The default leaves it as it is."""
@@ -103,8 +97,6 @@ class MultiTurnEnv(Environment):
             return "max_turns_reached"
         return None
 
-    # -- the rollout ------------------------------------------------------------------------------------------
-
     async def play(self, state: State) -> None:
         """Play one rollout out in its state; a `vf.Error` that is raised inside ends it and stands in `error`."""
         begin_turns(state, self.oai_tools)
@@ -123,7 +115,7 @@ class MultiTurnEnv(Environment):
                     raise
                 state["timed_out"], state["stop_condition"] = True, "timeout_reached"
             except Error as error:
-                note_error(state, error)
+                _note_error(state, error)
         elapsed_ms = (time.perf_counter() - started) * 1000
         state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
         state["is_completed"] = True
@@ -169,15 +161,21 @@ class MultiTurnEnv(Environment):
 
 
 def change(state: State, entries: Mapping[str, Any] | None) -> None:
-    """Put what a method returned into the state: the state itself, entries to change, or None for no change."""
+    """Put what a method returned into the state: the state itself, entries to change, or None."""
     if entries is not None and entries is not state:
         state.update(entries)
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        # asked by `from ... import`
-        raise AttributeError(name)
-    from verifiers.classic.import_paths import classic_name
+class SingleTurnEnv(MultiTurnEnv):
+    """An environment that wants one answer of the policy and scores it."""
 
-    return classic_name(__name__, name)
+    def __init__(self, **kwargs: Unpack[EnvironmentOptions]) -> None:
+        super().__init__(**kwargs)
+        self.max_turns = 1
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+        """Return an empty reply, for code that calls this directly; the loop never does."""
+        return [{"role": "user", "content": ""}], state
+
+
+__getattr__ = names_of_classic(__name__)

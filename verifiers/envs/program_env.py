@@ -15,13 +15,12 @@ from verifiers.errors import AgentError, ConfigError, SandboxError
 from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.keywords import nearest_name
-from verifiers.parsers.messages import cleanup_messages, message_field, message_text
-from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.rubric_group import RubricGroup
+from verifiers.parsers.messages import cleanup_messages
+from verifiers.rubrics.rubric import Rubric, RubricGroup
 from verifiers.rubrics.scoring import is_finite_number
 from verifiers.sandbox import open_sandbox, renewed
 from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
-from verifiers.types import Messages, RolloutInput, RolloutScore, State
+from verifiers.types import Messages, RolloutInput, RolloutScore, State, message_field, message_text
 
 __all__ = ["ProgramEnv"]
 

@@ -10,7 +10,7 @@ import inspect
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         ) from error
     if env is None:
         raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
-    loaded: Environment = env
-    return loaded
+    return env
 
 
 def installed_environments() -> list[str]:
@@ -62,8 +61,8 @@ def installed_environments() -> list[str]:
     return sorted({entry.name for entry in _entry_points()})
 
 
-def _entry_points() -> list[EntryPoint]:
-    return list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+def _entry_points() -> Iterable[EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
 def _module_name(env_id: str) -> str:
@@ -72,13 +71,17 @@ def _module_name(env_id: str) -> str:
 
 def _find_factory(env_id: str) -> Callable[..., Any]:
     name = _module_name(env_id)
-    for entry in _entry_points():
-        if _module_name(entry.name) == name:
-            factory = getattr(_import(env_id, entry.module), entry.attr or "load_environment", None)
-            return _checked_factory(env_id, entry.module, factory)
-    if not all(part.isidentifier() for part in name.split(".")) or not _module_exists(name):
+    declared = [(entry.module, entry.attr) for entry in _entry_points() if _module_name(entry.name) == name]
+    if not declared and not (all(part.isidentifier() for part in name.split(".")) and _module_exists(name)):
         raise UnknownEnvironmentError(_unknown_message(env_id))
-    return _checked_factory(env_id, name, getattr(_import(env_id, name), "load_environment", None))
+    module, attribute = declared[0] if declared else (name, "")
+    factory = getattr(_import(env_id, module), attribute or "load_environment", None)
+    if not callable(factory):
+        raise ConfigError(
+            f"The module {module!r} was found for {env_id!r}, but it has no function load_environment(**kwargs) "
+            "that returns an environment."
+        )
+    return factory
 
 
 def _module_exists(name: str) -> bool:
@@ -109,16 +112,6 @@ def _import(env_id: str, module: str) -> Any:
             f"The module {module!r} of the environment {env_id!r} failed at its import: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _checked_factory(env_id: str, module: str, factory: Any) -> Callable[..., Any]:
-    if not callable(factory):
-        raise ConfigError(
-            f"The module {module!r} was found for {env_id!r}, but it has no function load_environment(**kwargs) "
-            "that returns an environment."
-        )
-    found: Callable[..., Any] = factory
-    return found
 
 
 def _check_arguments(env_id: str, factory: Callable[..., Any], env_args: dict[str, Any]) -> None:

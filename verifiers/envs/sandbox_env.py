@@ -4,32 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.metadata
 import re
+import shlex
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn, TypedDict
 
+from verifiers.envs.environment import names_of_classic
 from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
-from verifiers.envs.sandbox_client import (
-    AwaitableDict,
-    SandboxClient,
-    SandboxRequest,
-    SandboxState,
-    new_sandbox_state,
-)
 from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, SandboxError
-from verifiers.sandbox.python_repl import PythonInterpreter, python_command
-from verifiers.sandbox.spec import Sandbox, SandboxSpec
-from verifiers.types import Messages, State
+from verifiers.sandbox.python_repl import PythonInterpreter
+from verifiers.sandbox.spec import RunResult, Sandbox, SandboxSpec
+from verifiers.types import Messages, Record, State
 
-__all__ = ["PythonEnv", "SandboxEnv"]
+__all__ = ["PythonEnv", "SandboxClient", "SandboxEnv", "SandboxRequest", "SandboxState"]
 
 _IDLE_COMMAND = "tail -f /dev/null"
+
+
+class SandboxState(TypedDict):
+    """A sandbox as `state["sandbox_state"]` describes it; times are in seconds."""
+
+    ready: bool
+    ready_wait_time: float
+    command_execution_times: list[float]
+
+
+class SandboxRequest(Record):
+    """A description of a sandbox: the arguments of `SandboxEnv`, with `sandbox_name` as `name`."""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, **_: Any) -> SandboxRequest:
+        """Return a copy with the fields in `update`."""
+        return SandboxRequest({**self, **(update or {})})
+
+
+class _AwaitableDict(dict[str, Any]):
+    """A dict that may also be awaited, from methods that overrides call in either way."""
+
+    def __await__(self) -> Generator[Any, Any, dict[str, Any]]:
+        yield from ()
+        return self
 
 
 @dataclass(slots=True)
@@ -92,13 +113,9 @@ class SandboxEnv(StatefulToolEnv):
         for name, value in (("gpu_count", gpu_count), ("team_id", team_id), ("advanced_configs", advanced_configs)):
             if value:
                 raise ConfigError(f"{name}={value!r} is not possible: sandboxes run on this machine, without a GPU.")
-        limits = {
-            "memory_bytes": None if memory_gb is None else int(memory_gb * (1 << 30)),
-            "disk_bytes": None if disk_size_gb is None else int(disk_size_gb * (1 << 30)),
-            "env": environment_vars,
-        }
-        given = {name: value for name, value in limits.items() if value is not None}
-        self.spec = _with_image(dataclasses.replace(spec or SandboxSpec(), **given), docker_image)  # type: ignore[arg-type]
+        limits = {"memory_bytes": _bytes(memory_gb), "disk_bytes": _bytes(disk_size_gb), "env": environment_vars}
+        given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+        self.spec = _with_image(dataclasses.replace(spec or SandboxSpec(), **given), docker_image)
         self.timeout_per_command_s = timeout_per_command_s or timeout_per_command_seconds or 30.0
         self.max_output_chars = max_output_chars
         self.sandbox_name = sandbox_name
@@ -107,7 +124,7 @@ class SandboxEnv(StatefulToolEnv):
         self.timeout_minutes = timeout_minutes
         self.labels = list(labels or ())
         self._slots: dict[str, _Slot] = {}
-        self.sandbox_client = SandboxClient(self._opened, self._close)
+        self.sandbox_client = SandboxClient(self)
         self.sandbox_request = SandboxRequest(
             name=sandbox_name,
             docker_image=docker_image,
@@ -121,8 +138,6 @@ class SandboxEnv(StatefulToolEnv):
         )
         super().__init__(**kwargs)
         self._add_bounded_tool(self.bash, ("sandbox_id", "sandbox_state", "working_dir"))
-
-    # -- the tool -------------------------------------------------------------------------------------------
 
     async def bash(
         self,
@@ -139,15 +154,24 @@ class SandboxEnv(StatefulToolEnv):
             sandbox_state: its times, supplied by the environment.
             working_dir: the directory, supplied by the environment.
         """
-        timed = await self.sandbox_client.run(sandbox_id, command, working_dir, self.timeout_per_command_s)
+        await self._opened(sandbox_id)
+        started = time.perf_counter()
+        result = await self._run(sandbox_id, command, working_dir, self.timeout_per_command_s)
         if sandbox_state is not None:
-            sandbox_state["command_execution_times"].append(timed.duration_s)
-        return result_text(timed.result, self.max_output_chars, self.timeout_per_command_s)
+            sandbox_state["command_execution_times"].append(time.perf_counter() - started)
+        return result_text(result, self.max_output_chars, self.timeout_per_command_s)
+
+    async def _run(
+        self, sandbox_id: str, command: str, working_dir: str | None, timeout_s: float | None
+    ) -> RunResult:
+        sandbox = await self._opened(sandbox_id)
+        line = command if working_dir is None else f"cd {shlex.quote(working_dir)} && {{ {command}\n}}"
+        return await sandbox.run(line, timeout_s=timeout_s)
 
     # overrides of either kind, sync and async, call this one
     def update_tool_args(  # type: ignore[override]
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
-    ) -> AwaitableDict:
+    ) -> _AwaitableDict:
         """Supply `sandbox_id`, `sandbox_state` and `working_dir` to tools that hide them; may be awaited or not."""
         sandbox_id = self._sandbox_id(state)
         supplied = {
@@ -156,7 +180,7 @@ class SandboxEnv(StatefulToolEnv):
             "working_dir": state.get("working_dir"),
         }
         hidden = self.skipped_args.get(tool_name, ())
-        return AwaitableDict({**tool_args, **{name: supplied[name] for name in supplied if name in hidden}})
+        return _AwaitableDict({**tool_args, **{name: supplied[name] for name in supplied if name in hidden}})
 
     def _add_bounded_tool(self, tool: Callable[..., Any], hidden: Sequence[str] = ("sandbox_id",)) -> None:
         """Add a tool that takes a hidden sandbox_id, and whose calls the sandbox ends in time."""
@@ -164,8 +188,6 @@ class SandboxEnv(StatefulToolEnv):
         name = next(reversed(self.tool_map))
         source, prepared = self._prepared[name]
         self._prepared[name] = (source, dataclasses.replace(prepared, has_own_deadline=True))
-
-    # -- the sandbox of a rollout ---------------------------------------------------------------------------
 
     async def sandbox(self, state: State) -> Sandbox:
         """Return the rollout's sandbox, opened at the first call.
@@ -185,8 +207,7 @@ class SandboxEnv(StatefulToolEnv):
     async def post_rollout(self, state: State) -> None:
         """Read from the sandbox what rewards need, and keep that in the state. Override it.
 
-        Called at the end of a rollout, before
-        its sandbox is closed, unless the rollout failed or was cancelled.
+        Called at the end of a rollout, before its sandbox is closed, unless the rollout failed or was cancelled.
         """
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
@@ -219,16 +240,19 @@ class SandboxEnv(StatefulToolEnv):
             if type(self).get_sandbox_request is not SandboxEnv.get_sandbox_request:
                 request = self.get_sandbox_request(state)
                 spec, start_command = self._spec_of(request), request["start_command"]
-            state["sandbox_state"] = new_sandbox_state()
-            self._slots[sandbox_id] = _Slot(spec, state["sandbox_state"], start_command)
+            times = SandboxState(ready=False, ready_wait_time=0.0, command_execution_times=[])
+            state["sandbox_state"] = times
+            self._slots[sandbox_id] = _Slot(spec, times, start_command)
         return sandbox_id
 
     def _spec_of(self, request: SandboxRequest) -> SandboxSpec:
         """Return the environment's spec with what the request of one rollout asks for."""
-        sizes = {"memory_bytes": request.get("memory_gb"), "disk_bytes": request.get("disk_size_gb")}
-        limits: dict[str, Any] = {name: int(gb * (1 << 30)) for name, gb in sizes.items() if gb is not None}
-        env = {**self.spec.env, **(request.get("environment_vars") or {})}
-        spec = dataclasses.replace(self.spec, **limits, env=env)
+        spec = dataclasses.replace(
+            self.spec,
+            memory_bytes=_bytes(request.get("memory_gb")) or self.spec.memory_bytes,
+            disk_bytes=_bytes(request.get("disk_size_gb")) or self.spec.disk_bytes,
+            env={**self.spec.env, **(request.get("environment_vars") or {})},
+        )
         image = request.get("docker_image")
         return spec if image == self.sandbox_request.docker_image else _with_image(spec, image)
 
@@ -273,6 +297,10 @@ class SandboxEnv(StatefulToolEnv):
             raise
 
 
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * (1 << 30))
+
+
 def _with_image(spec: SandboxSpec, image: str | None) -> SandboxSpec:
     """Return the spec with the image, at a level that has images where that makes a difference.
 
@@ -291,18 +319,71 @@ def _with_image(spec: SandboxSpec, image: str | None) -> SandboxSpec:
     return dataclasses.replace(spec, isolation=runtime)  # type: ignore[arg-type]
 
 
+class SandboxClient:
+    """The part of the hosted service's client that local sandboxes can serve; `SandboxEnv.sandbox_client`."""
+
+    def __init__(self, env: SandboxEnv) -> None:
+        self._env = env
+
+    async def execute_command(
+        self,
+        sandbox_id: str,
+        command: str,
+        working_dir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        **_: Any,
+    ) -> RunResult:
+        """Run a bash command and return its `stdout`, `stderr` and `exit_code`.
+
+        Args:
+            sandbox_id: as `state["sandbox_id"]` has it.
+            command: a command line.
+            working_dir: left out, the sandbox's own.
+            env: further variables.
+            timeout: seconds; the spec's wall time when left out.
+
+        Raises:
+            SandboxError: it took longer, or the sandbox died.
+        """
+        names = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in (env or {}).items())
+        result = await self._env._run(sandbox_id, names + command, working_dir, timeout)
+        if result.timed_out:
+            raise SandboxError(f"the command {command!r:.200} took longer than timeout={timeout}; give it more.")
+        return result
+
+    async def upload_file(self, sandbox_id: str, file_path: str, local_file_path: str, **_: Any) -> None:
+        """Copy a file of this machine into the sandbox."""
+        content = await asyncio.to_thread(Path(local_file_path).read_bytes)
+        await self.upload_bytes(sandbox_id, file_path, content)
+
+    async def upload_bytes(self, sandbox_id: str, file_path: str, file_bytes: bytes, *_: Any, **__: Any) -> None:
+        """Write a file of the sandbox."""
+        await (await self._env._opened(sandbox_id)).write(file_path, file_bytes)
+
+    async def download_file(self, sandbox_id: str, file_path: str, local_file_path: str, **_: Any) -> None:
+        """Copy a file of the sandbox to this machine."""
+        content = await (await self._env._opened(sandbox_id)).read(file_path)
+        await asyncio.to_thread(Path(local_file_path).write_bytes, content)
+
+    async def wait_for_creation(self, sandbox_id: str, **_: Any) -> None:
+        """Open the sandbox, if it is not open yet."""
+        await self._env._opened(sandbox_id)
+
+    async def delete(self, sandbox_id: str) -> None:
+        """Close the sandbox."""
+        await self._env._close(sandbox_id)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"sandbox_client.{name} is a call of the hosted sandbox service; sandboxes on this machine have "
+            "execute_command, upload_file, upload_bytes, download_file, wait_for_creation and delete."
+        )
+
+
 # in the codec of the interpreter's answers, for characters beyond U+FFFF
 _BYTES_PER_CHAR = 10
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_MISSING = """
-import sys
-from importlib.metadata import PackageNotFoundError, version
-for name in sys.argv[1:]:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        print(name)
-"""
 
 
 class PythonEnv(SandboxEnv):
@@ -315,7 +396,7 @@ class PythonEnv(SandboxEnv):
     Args:
         spec, timeout_per_command_s, max_output_chars: as `SandboxEnv`.
         pip_install_packages: what the code may import, as "numpy sympy" or a list. Nothing is installed, since
-            sandboxes have no network: one that is missing is warned of, once.
+            sandboxes have no network: one that is missing is warned of. In a container it is the image that has them.
         max_startup_wait_seconds: seconds that an interpreter may take to start.
         **kwargs: as `SandboxEnv`.
 
@@ -344,10 +425,17 @@ class PythonEnv(SandboxEnv):
         packages = pip_install_packages
         self.pip_install_packages = packages.split() if isinstance(packages, str) else list(packages)
         self.max_startup_wait_seconds = max_startup_wait_seconds
-        self._packages_checked = False
         self._interpreters: dict[str, PythonInterpreter] = {}
         self.remove_tool(self.bash)
         self._add_bounded_tool(self.python)
+        names = [re.split(r"[\s\[<>=!~;@]", package, maxsplit=1)[0] for package in self.pip_install_packages]
+        missing = [name for name in names if not _is_there(name)]
+        if missing and self.spec.isolation not in ("docker", "podman"):
+            self.logger.warning(
+                "pip_install_packages installs nothing, because sandboxes have no network: %s cannot be imported in "
+                "them. Install it in the environment that runs verifiers.",
+                ", ".join(missing),
+            )
 
     async def python(self, code: str, sandbox_id: str) -> str:
         """Run Python code and get what it prints and the value of its last expression.
@@ -371,31 +459,16 @@ class PythonEnv(SandboxEnv):
         """Run code in the rollout's interpreter, for the environment's own use, such as in `post_rollout`."""
         return await self.python(code, self._sandbox_id(state))
 
-    async def _prepare(self, sandbox: Sandbox, start_command: str) -> None:
-        await super()._prepare(sandbox, start_command)
-        if self.pip_install_packages and not self._packages_checked:
-            self._packages_checked = True
-            names = [re.split(r"[\s\[<>=!~;@]", package, maxsplit=1)[0] for package in self.pip_install_packages]
-            result = await sandbox.run([python_command(sandbox.isolation), "-I", "-c", _MISSING, *names])
-            if missing := result.stdout.split():
-                place = "image" if sandbox.isolation in ("docker", "podman") else "environment that runs verifiers"
-                self.logger.warning(
-                    "pip_install_packages installs nothing, because sandboxes (isolation level %r) have no network: "
-                    "%s cannot be imported in them. Install it in the %s.",
-                    sandbox.isolation,
-                    ", ".join(missing),
-                    place,
-                )
-
     async def _close(self, sandbox_id: str) -> None:
         self._interpreters.pop(sandbox_id, None)
         await super()._close(sandbox_id)
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        # asked by `from ... import`
-        raise AttributeError(name)
-    from verifiers.classic.import_paths import classic_name
+def _is_there(package: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
-    return classic_name(__name__, name)
+
+__getattr__ = names_of_classic(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.concurrency import gather_owned
-from verifiers.envs.environment import by_state
+from verifiers.envs.environment import by_state, names_of_classic
 from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.envs.tools import (
@@ -24,10 +24,6 @@ from verifiers.sandbox.spec import RunResult
 from verifiers.types import ChatMessage, Messages, State
 
 __all__ = ["StatefulToolEnv", "ToolEnv", "result_text", "shortened"]
-
-
-def _text_of(error: Exception) -> str:
-    return f"{error}"
 
 
 class ToolEnv(MultiTurnEnv):
@@ -61,7 +57,7 @@ class ToolEnv(MultiTurnEnv):
         self,
         tools: Sequence[Callable[..., Any]] | None = None,
         max_turns: int = 10,
-        error_formatter: Callable[[Exception], str] = _text_of,
+        error_formatter: Callable[[Exception], str] = str,
         stop_errors: Sequence[type[Exception]] | None = None,
         tool_timeout_s: float | None = 60.0,
         **kwargs: Any,
@@ -78,18 +74,12 @@ class ToolEnv(MultiTurnEnv):
         for tool in tools or ():
             self._add(tool)
 
-    # -- tools ----------------------------------------------------------------------------------------------
-
     def add_tool(self, tool: Callable[..., Any]) -> None:
         """Offer one more tool."""
         self._add(tool)
 
     def remove_tool(self, tool: Callable[..., Any]) -> None:
-        """Take a tool away again.
-
-        Raises:
-            ValueError: it was never added.
-        """
+        """Take a tool away again; a ValueError where it was never added."""
         self.tools.remove(tool)
         name = tool_name(tool)
         del self.tool_map[name]
@@ -117,8 +107,6 @@ class ToolEnv(MultiTurnEnv):
             self._prepared[name] = (tool, prepared)
         return prepared
 
-    # -- a turn ---------------------------------------------------------------------------------------------
-
     @by_state
     async def is_completed(self, state: State) -> bool:
         """Return True too when the newest message is an answer of the policy that calls no tool."""
@@ -139,11 +127,7 @@ class ToolEnv(MultiTurnEnv):
         return bool(said) and not isinstance(said, str) and not said[-1].get("tool_calls")
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Answer each tool call of the newest message with one tool message.
-
-        Returns:
-            The messages; or (messages, state) where `replies_with_state` says so.
-        """
+        """Answer each tool call of the newest message with one; return (messages, state) if `replies_with_state`."""
         calls = requested_calls(messages[-1]) if messages and not isinstance(messages, str) else []
         replies = await gather_owned([self._answer(call, messages, state, kwargs) for call in calls])
         return (replies, state) if self.replies_with_state else replies
@@ -178,7 +162,7 @@ class ToolEnv(MultiTurnEnv):
         except ToolError as error:
             return self._failure(error, call.id)
         try:
-            # an override may raise, as the second generation's own did, and may answer with text alone
+            # an override may raise, and may answer with text alone
             message = await maybe_await(self.call_tool, call.name, arguments, call.id)
         except Exception as error:
             return self._failure(error, call.id)
@@ -187,11 +171,7 @@ class ToolEnv(MultiTurnEnv):
         return message if message.get("tool_call_id") == call.id else {**message, "tool_call_id": call.id}
 
     def _failure(self, error: Exception, call_id: str) -> ChatMessage:
-        """Return the tool message that tells of an error.
-
-        Raises:
-            Exception: it is not for the policy to see.
-        """
+        """Return the tool message that tells of an error; raise one that is not for the policy to see."""
         if isinstance(error, NOT_FOR_THE_MODEL):
             raise error
         wrapped = error if isinstance(error, ToolError) else ToolCallError(f"{type(error).__name__}: {error}")
@@ -203,15 +183,7 @@ class ToolEnv(MultiTurnEnv):
                 raise error
             raise wrapped from error
         self.logger.debug("a tool call failed: %r", error)
-        return {"role": "tool", "content": self._formatted(error), "tool_call_id": call_id}
-
-    def _formatted(self, error: Exception) -> str:
-        try:
-            text = self.error_formatter(error)
-        except Exception as failed:
-            self.logger.warning("error_formatter failed: %r", failed)
-            text = None
-        return str(text) if text else repr(error)
+        return {"role": "tool", "content": self.error_formatter(error) or repr(error), "tool_call_id": call_id}
 
 
 class StatefulToolEnv(ToolEnv):
@@ -228,11 +200,7 @@ class StatefulToolEnv(ToolEnv):
         super().__init__(tools, max_turns, **kwargs)
 
     def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
-        """Offer one more tool, without the arguments in `args_to_skip`.
-
-        Raises:
-            ConfigError: the tool has no such argument.
-        """
+        """Offer one more tool, without the arguments in `args_to_skip`."""
         self._add(tool, args_to_skip)
 
     def remove_tool(self, tool: Callable[..., Any]) -> None:
@@ -297,10 +265,4 @@ def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:
     return "\n".join(part for part in (text, *notes) if part) or "[no output]"
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        # asked by `from ... import`
-        raise AttributeError(name)
-    from verifiers.classic.import_paths import classic_name
-
-    return classic_name(__name__, name)
+__getattr__ = names_of_classic(__name__)

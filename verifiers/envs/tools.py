@@ -3,6 +3,10 @@
 A tool may be a function, a bound method, a `functools.partial` or a callable object, sync or async; or a `Tool`,
 which brings its own schema. Calls raise `ToolError`s for what the model did wrong; environments turn them into tool
 messages.
+
+A function's definition is what the `openai-agents` package's `function_tool` gives in strict mode: every parameter is
+required, `additionalProperties` false, titles by pydantic, descriptions out of the docstring. Strict mode cannot say
+"any object" (`dict[str, int]`, `**kwargs`): a tool that takes one gets an ordinary schema with `"strict": false`.
 """
 
 from __future__ import annotations
@@ -11,30 +15,26 @@ import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from verifiers.concurrency import OverdueError, is_async_function, threads_for
-from verifiers.envs.tool_schema import function_schema, tool_name
+from verifiers.concurrency import OverdueError, is_async_function, threads_for, without_partials
 from verifiers.errors import ConfigError, InfraError, ModelError, ToolCallError, ToolParseError
 from verifiers.inference.wire import whole_characters
-from verifiers.types import ChatMessage
+from verifiers.keywords import warn_once
+from verifiers.types import ChatMessage, message_field
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 __all__ = [
-    "NOT_FOR_THE_MODEL",
-    "TOOL_FIELDS",
-    "RequestedCall",
-    "Tool",
-    "as_tool",
-    "convert_func_to_oai_tool",
-    "openai_tools",
-    "parse_arguments",
-    "requested_calls",
-    "tool_definition",
-    "tool_message",
+    "NOT_FOR_THE_MODEL", "TOOL_FIELDS", "RequestedCall", "Tool", "as_tool", "convert_func_to_oai_tool",
+    "openai_tools", "parse_arguments", "requested_calls", "strict_schema", "tool_definition", "tool_message",
     "tool_name",
-]
+]  # fmt: skip
 
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
@@ -73,11 +73,7 @@ class Tool:
         return self.call(*args, **kwargs)
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float | None = None) -> Any:
-        """Return the tool's result. A sync tool runs in a thread, so that it does not block the event loop.
-
-        Args:
-            arguments: by name: the model's, and the hidden ones.
-            timeout_s: seconds that the call may take; None for no bound.
+        """Return the tool's result for arguments by name. A sync tool runs in a thread.
 
         Raises:
             ToolParseError: arguments that are missing, unknown or of a wrong type.
@@ -108,8 +104,10 @@ class Tool:
 def as_tool(func: Any, hidden: Collection[str] = ()) -> Tool:
     """Return a function, or a `Tool` as it is, as a `Tool`.
 
+    What a partial binds is not shown to the model, nor are the `hidden` parameters, which the environment fills in.
+
     Raises:
-        ConfigError: a function that cannot be a tool (see `verifiers.envs.tool_schema.function_schema`).
+        ConfigError: no usable name, hidden parameters that do not exist, or types that no JSON can give.
     """
     if isinstance(func, Tool):
         if hidden:
@@ -120,16 +118,11 @@ def as_tool(func: Any, hidden: Collection[str] = ()) -> Tool:
         return func
     if not callable(func):
         raise ConfigError(f"A tool is {func!r}; it must be a function, a callable object or a verifiers Tool.")
-    schema = function_schema(func, hidden)
-    return Tool(schema.name, schema.definition, func, schema.bind, schema.hidden)
+    return _function_tool(func, hidden)
 
 
 def convert_func_to_oai_tool(func: Callable[..., Any]) -> dict[str, Any]:
-    """Return a function's definition as an OpenAI tool, strict, out of its signature and docstring.
-
-    Raises:
-        ConfigError: a function that cannot be a tool (see `verifiers.envs.tool_schema.function_schema`).
-    """
+    """Return a function's definition as an OpenAI tool, strict, out of its signature and docstring; as `as_tool`."""
     return as_tool(func).schema
 
 
@@ -155,11 +148,7 @@ def openai_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class RequestedCall:
-    """One tool call as the model asked for it.
-
-    Attributes:
-        arguments: JSON text as a rule, or the object itself where a server parsed it; nothing is checked yet.
-    """
+    """One tool call as the model asked for it: `arguments` are JSON text, or an object where a server parsed it."""
 
     name: str
     arguments: Any
@@ -174,16 +163,16 @@ def requested_calls(message: ChatMessage) -> list[RequestedCall]:
     """
     calls = [_read_call(call) for call in message.get("tool_calls") or ()]
     given = {call.id for call in calls}
-    ids: list[str] = []
+    unique: dict[str, RequestedCall] = {}
     for number, call in enumerate(calls):
-        unique = call.id
-        while not unique or unique in ids or (unique != call.id and unique in given):
-            unique = f"{call.id or 'call'}_{number}"
+        name = call.id
+        while not name or name in unique or (name != call.id and name in given):
+            name = f"{call.id or 'call'}_{number}"
             number += 1
-        ids.append(unique)
-    if all(call.id == unique for call, unique in zip(calls, ids, strict=True)):
+        unique[name] = call
+    if list(unique) == [call.id for call in calls]:
         return calls
-    calls = [RequestedCall(call.name, call.arguments, unique) for call, unique in zip(calls, ids, strict=True)]
+    calls = [RequestedCall(call.name, call.arguments, name) for name, call in unique.items()]
     message["tool_calls"] = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
@@ -192,11 +181,7 @@ def requested_calls(message: ChatMessage) -> list[RequestedCall]:
 
 
 def parse_arguments(call: RequestedCall) -> dict[str, Any]:
-    """Return the arguments of a call as an object; nothing at all counts as no arguments.
-
-    Raises:
-        ToolParseError: text that is not JSON, or JSON that is not an object.
-    """
+    """Return the arguments of a call as an object; nothing at all counts as no arguments."""
     raw = call.arguments
     if raw is None or (isinstance(raw, str) and not raw.strip()):
         return {}
@@ -229,10 +214,260 @@ def _read_call(call: Any) -> RequestedCall:
             call = json.loads(call)
         except ValueError:
             call = {}
-    function = _field(call, "function") or call
-    name, call_id = _field(function, "name"), _field(call, "id")
-    return RequestedCall(str(name or ""), _field(function, "arguments"), str(call_id or ""))
+    function = message_field(call, "function") or call
+    name, call_id = message_field(function, "name"), message_field(call, "id")
+    return RequestedCall(str(name or ""), message_field(function, "arguments"), str(call_id or ""))
 
 
-def _field(item: Any, name: str) -> Any:
-    return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
+# -- a function as a tool ------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_GOOGLE_PARAMETERS = re.compile(r"(?<=\S)\n(?=(?:args|arguments|params|parameters):[ \t]*\n[ \t])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """A check of the model's arguments, and their place in the call of a function."""
+
+    name: str
+    hidden: frozenset[str]
+    parameters: Mapping[str, inspect.Parameter]
+    fields: Mapping[str, str]
+    model: type[BaseModel]
+
+    def __call__(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments of the call, checked and converted to what the signature says.
+
+        Hidden arguments are passed on as they are; the defaults stand in for what is left out.
+        """
+        from pydantic import ValidationError
+
+        visible = {name: value for name, value in arguments.items() if name not in self.hidden}
+        try:
+            checked = self.model.model_validate(visible)
+        except ValidationError as error:
+            raise ToolParseError(self._complaint(error)) from error
+        values = {name: getattr(checked, field) for name, field in self.fields.items()}
+        values.update({name: self._hidden_value(name, arguments) for name in self.hidden})
+        bound = inspect.BoundArguments(inspect.Signature(list(self.parameters.values())), values)
+        return list(bound.args), {**bound.kwargs, **(checked.model_extra or {})}
+
+    def _hidden_value(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        value = arguments.get(name, self.parameters[name].default)
+        if value is inspect.Parameter.empty:
+            raise ConfigError(
+                f"The argument {name!r} of the tool {self.name!r} is hidden from the model and was not supplied; "
+                "return it from update_tool_args."
+            )
+        return value
+
+    def _complaint(self, error: Any) -> str:
+        problems = []
+        for item in error.errors(include_url=False):
+            place = ".".join(str(part) for part in item["loc"]) or "arguments"
+            if item["type"] == "missing":
+                problems.append(f"{place} is missing")
+            elif item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
+                problems.append(f"{place} is not a parameter (they are: {', '.join(self.fields) or 'none'})")
+            else:
+                problems.append(f"{place}: {item['msg']}, not {item['input']!r:.80}")
+        return f"Wrong arguments for the tool {self.name!r}: {'; '.join(problems)}."
+
+
+def _function_tool(func: Callable[..., Any], hidden: Collection[str]) -> Tool:
+    from pydantic import ConfigDict, create_model
+    from pydantic.errors import PydanticUserError
+
+    name = tool_name(func)
+    parameters = _parameters(func)
+    if unknown := sorted(set(hidden) - set(parameters)):
+        raise ConfigError(f"The tool {name!r} has no parameter {unknown[0]!r} to hide; it has {list(parameters)}.")
+    description, described = _documentation(func)
+    takes_anything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+    parameters = {key: item for key, item in parameters.items() if item.kind is not inspect.Parameter.VAR_KEYWORD}
+    shown = {key: item for key, item in parameters.items() if key not in hidden}
+    hints = _hints(func, shown)
+    _warn_of_gaps(name, description, [key for key in shown if key not in hints])
+    # the fields have neutral names, so that parameters may be called what they like ("json", "_x", "self")
+    fields = {key: f"argument_{number}" for number, key in enumerate(shown)}
+    try:
+        model = create_model(
+            f"{name}_args",
+            __config__=ConfigDict(extra="allow" if takes_anything else "forbid", arbitrary_types_allowed=False),
+            **{fields[key]: _field(item, hints, described) for key, item in shown.items()},  # type: ignore[call-overload]
+        )
+        loose = model.model_json_schema()
+    except (PydanticUserError, TypeError, NameError) as error:
+        raise ConfigError(
+            f"The parameters of the tool {name!r} cannot be written as JSON ({str(error).splitlines()[0]}); give "
+            "them types that JSON can hold, or hide them by StatefulToolEnv.add_tool(tool, args_to_skip=[...])."
+        ) from error
+    strict = None if takes_anything else strict_schema(loose)
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": loose if strict is None else strict,
+        "strict": strict is not None,
+    }
+    definition = {"type": "function", "function": function}
+    hides = frozenset(hidden)
+    return Tool(name, definition, func, _Binding(name, hides, parameters, fields, model), hides)
+
+
+def _warn_of_gaps(name: str, description: str | None, untyped: Sequence[str]) -> None:
+    gaps = [] if description else ["no docstring"]
+    gaps += [f"no annotation of {', '.join(map(repr, untyped))}"] if untyped else []
+    if gaps:
+        warn_once(
+            "verifiers.envs.tools",
+            f"The tool {name!r} has {' and '.join(gaps)}, and a model knows of a tool only what these say.",
+        )
+
+
+def tool_name(func: Any) -> str:
+    """Return a function's name as a tool; of a partial that of the function inside, of an object its `name`.
+
+    A name that OpenAI's API refuses, such as a lambda's, is a ConfigError.
+    """
+    func = without_partials(func)
+    name = getattr(func, "__name__", None) or getattr(func, "name", None) or type(func).__name__
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"A tool is named {name!r}; names have 1 to 64 letters, digits, '_' or '-'. Use a named function."
+        )
+    return name
+
+
+def _parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = dict(inspect.signature(func).parameters)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"The tool {func!r} has no signature to read; wrap it in a function.") from error
+    while isinstance(func, functools.partial):
+        for name in func.keywords:
+            parameters.pop(name, None)
+        func = func.func
+    return parameters
+
+
+def _plain_function(func: Any) -> Any:
+    """Return the function whose annotations and docstring describe `func`."""
+    func = without_partials(func)
+    return func if inspect.isroutine(func) else type(func).__call__
+
+
+def _hints(func: Callable[..., Any], shown: Collection[str]) -> dict[str, Any]:
+    plain = _plain_function(func)
+    try:
+        return get_type_hints(plain, include_extras=True)
+    except (NameError, AttributeError) as error:
+        raw = getattr(plain, "__annotations__", {})
+        # a hidden parameter may have a type that is only imported for type checkers
+        needed = {name: hint for name, hint in raw.items() if name in shown}
+        scope = getattr(inspect.unwrap(plain), "__globals__", {})
+        try:
+            return get_type_hints(SimpleNamespace(__annotations__=needed), globalns=scope, include_extras=True)
+        except (NameError, AttributeError):
+            raise ConfigError(
+                f"An annotation of the tool {tool_name(func)!r} cannot be resolved ({error}); define the type at the "
+                "top of the module, or hide the parameter by StatefulToolEnv.add_tool(tool, args_to_skip=[...])."
+            ) from error
+
+
+def _field(item: inspect.Parameter, hints: Mapping[str, Any], described: Mapping[str, str]) -> tuple[Any, Any]:
+    from pydantic import Field
+    from pydantic.fields import FieldInfo
+
+    hint = hints.get(item.name, Any)
+    description = described.get(item.name) or _described_by_type(hint)
+    extra: dict[str, Any] = {} if description is None else {"description": description}
+    if item.kind is inspect.Parameter.VAR_POSITIONAL:
+        return Annotated[list[hint], Field(alias=item.name, **extra)], Field(default_factory=list)  # type: ignore[valid-type]
+    default = ... if item.default is inspect.Parameter.empty else item.default
+    if isinstance(default, FieldInfo):
+        return hint, FieldInfo.merge_field_infos(default, Field(alias=item.name, **extra))
+    return hint, Field(default=default, alias=item.name, **extra)
+
+
+def _described_by_type(hint: Any) -> str | None:
+    """Return the text in `Annotated[int, "how many"]`."""
+    if get_origin(hint) is not Annotated:
+        return None
+    return next((part for part in get_args(hint)[1:] if isinstance(part, str)), None)
+
+
+def _documentation(func: Callable[..., Any]) -> tuple[str | None, dict[str, str]]:
+    """Return the description and the parameters' descriptions in the docstring, whichever style it is written in."""
+    plain = _plain_function(func)
+    text = inspect.getdoc(plain)
+    if not inspect.isroutine(without_partials(func)):
+        text = plain.__doc__ and inspect.cleandoc(plain.__doc__)
+        text = text or inspect.getdoc(type(without_partials(func)))
+    if not text:
+        return None, {}
+    from griffe import Docstring, DocstringSectionKind, Parser
+
+    # the parser passes over a section that has no blank line before it
+    text = _GOOGLE_PARAMETERS.sub("\n\n", text)
+    # the parser dedents by all lines but the first, which here may begin a section
+    quiet = {style: {"warnings": False} for style in ("google", "numpy", "sphinx")}
+    sections = Docstring("\n" + text, lineno=1).parse(
+        Parser.auto, default=Parser.google, style_order=["sphinx", "numpy", "google"], per_style_options=quiet
+    )
+    description = next((item.value for item in sections if item.kind is DocstringSectionKind.text), None)
+    described = {
+        parameter.name.lstrip("*"): parameter.description
+        for section in sections
+        if section.kind is DocstringSectionKind.parameters
+        for parameter in section.value
+    }
+    return description, described
+
+
+class _OpenObjectError(Exception):
+    """The schema lets an object have properties that it does not name."""
+
+
+def strict_schema(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a JSON schema as OpenAI's strict mode requires it, or None where strict mode cannot say the same.
+
+    Every property is required, no object is open, `oneOf` is `anyOf`, and a `$ref` stands alone: where it has
+    company, such as a description, what it refers to is written out in its place.
+    """
+    try:
+        return _strict(schema, schema)
+    except _OpenObjectError:
+        return None
+
+
+def _strict(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(schema)
+    if "$ref" in result and len(result) > 1:
+        target = _referred(result.pop("$ref"), root)
+        return _strict({**target, **result}, root)
+    if result.get("default", ...) is None:
+        del result["default"]
+    if "oneOf" in result:
+        result["anyOf"] = [*result.get("anyOf", []), *result.pop("oneOf")]
+    for key in ("$defs", "properties"):
+        if key in result:
+            result[key] = {name: _strict(item, root) for name, item in result[key].items()}
+    for key in ("anyOf", "allOf", "prefixItems"):
+        if key in result:
+            result[key] = [_strict(item, root) for item in result[key]]
+    if isinstance(result.get("items"), Mapping):
+        result["items"] = _strict(result["items"], root)
+    if result.get("type") == "object" or "properties" in result:
+        if result.get("additionalProperties", False) is not False:
+            raise _OpenObjectError
+        result["additionalProperties"] = False
+        result["required"] = list(result.get("properties", ()))
+    return result
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    target: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        target = target[part.replace("~1", "/").replace("~0", "~")]
+    found: Mapping[str, Any] = target
+    return found

@@ -19,17 +19,16 @@ from typing import Any
 
 from verifiers.data.curriculum import Curriculum, staged_curriculum_from
 from verifiers.data.row_source import PlannedBlock, StagedRows
-from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, Error, GradingError, InfraError, ProviderError
 from verifiers.inference.endpoint import proxy_for
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry, status_may_pass
 from verifiers.loop_thread import run_blocking
-from verifiers.parsers.messages import message_text
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import arguments_of, is_finite_number
 from verifiers.rubrics.shaping import completion_tokens
-from verifiers.types import MessageType, RolloutScore, State
+from verifiers.types import MessageType, RolloutScore, State, message_text
 
 logger = logging.getLogger("verifiers.envs")
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.envs.lifecycle import cleanup, maybe_await, stop
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, InfraError, ToolParseError
-from verifiers.parsers.messages import message_field
-from verifiers.types import ChatMessage, Messages, State
+from verifiers.types import ChatMessage, Messages, State, message_field
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
 from verifiers.integrations import reasoning_gym_worker
 from verifiers.parsers.parser import Parser

@@ -6,29 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.types import (
-    ChatMessage,
-    Messages,
-    as_message,
-    as_messages,
-    content_text,
-    drop_none,
-    joined,
-    message_field,
-    message_text,
-)
+from verifiers.types import ChatMessage, Messages, drop_none, message_field
 
 __all__ = [
-    "as_message",
-    "as_messages",
     "cleanup_message",
     "cleanup_messages",
-    "content_text",
-    "joined",
-    "message_field",
-    "message_text",
     "message_to_printable",
     "messages_to_printable",
+    "plain",
     "print_prompt_completions_sample",
     "sanitize_tool_calls",
 ]
@@ -39,29 +24,16 @@ def messages_to_printable(messages: Messages) -> Messages:
 
     Parts are set apart by an empty line. A string is returned as it is.
     """
-    if isinstance(messages, str):
-        return messages
-    printable = []
-    for message in messages:
-        content = message_field(message, "content")
-        parts = [content] if isinstance(content, str) else content or []
-        text = "\n\n".join(_printable_part(part) for part in parts)
-        calls = message_field(message, "tool_calls")
-        shown: ChatMessage = {"role": message_field(message, "role"), "content": text}
-        printable.append(shown if calls is None else {**shown, "tool_calls": calls})
-    return printable
+    return messages if isinstance(messages, str) else [message_to_printable(message) for message in messages]
 
 
 def message_to_printable(message: ChatMessage) -> ChatMessage:
     """Return one message as `messages_to_printable` does."""
-    printable: Any = messages_to_printable([message])[0]
-    return dict(printable)
-
-
-def cleanup_message(message: ChatMessage) -> ChatMessage:
-    """Return one message as `cleanup_messages` does."""
-    cleaned: Any = cleanup_messages([message])[0]
-    return dict(cleaned)
+    content = message_field(message, "content")
+    parts = [content] if isinstance(content, str) else content or []
+    shown = {"role": message_field(message, "role"), "content": "\n\n".join(map(_printable_part, parts))}
+    calls = message_field(message, "tool_calls")
+    return shown if calls is None else {**shown, "tool_calls": calls}
 
 
 def cleanup_messages(messages: Messages) -> Messages:
@@ -70,9 +42,17 @@ def cleanup_messages(messages: Messages) -> Messages:
     `content` stays, also as None: servers expect it beside tool calls. Nested fields that are None go too: a table's
     schema adds them where content parts differ in kind. A string is returned as it is.
     """
-    if isinstance(messages, str):
-        return messages
-    return [_lean_message(plain(message)) for message in messages]
+    return messages if isinstance(messages, str) else [cleanup_message(message) for message in messages]
+
+
+def cleanup_message(message: ChatMessage) -> ChatMessage:
+    """Return one message as `cleanup_messages` does."""
+    fields = plain(message)
+    lean: ChatMessage = drop_none(fields)
+    if "content" in fields:
+        content = drop_none(fields["content"])
+        lean["content"] = [_lean_part(part) for part in content] if isinstance(content, list) else content
+    return lean
 
 
 def sanitize_tool_calls(messages: Messages) -> Messages:
@@ -94,17 +74,17 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
 
 def plain(value: Any) -> Any:
     """Return nested dicts, lists and scalars out of pydantic objects, namespaces and the like."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
+    return json.loads(json.dumps(value, default=_fields))
+
+
+def _fields(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return dict(value)
     if hasattr(value, "model_dump"):
-        return drop_none(plain(value.model_dump()))
+        return drop_none(value.model_dump())
     if hasattr(value, "__dict__"):
-        return {name: plain(item) for name, item in vars(value).items() if not name.startswith("_")}
-    return json.loads(json.dumps(value, default=str))
+        return {name: item for name, item in vars(value).items() if not name.startswith("_")}
+    return str(value)
 
 
 def _printable_part(part: Any) -> str:
@@ -117,14 +97,6 @@ def _printable_part(part: Any) -> str:
         return "[audio]"
     text = message_field(part, "text")
     return str(text) if text is not None else f"[{kind}]"
-
-
-def _lean_message(message: ChatMessage) -> ChatMessage:
-    lean: ChatMessage = drop_none(message)
-    if "content" in message:
-        content = drop_none(message["content"])
-        lean["content"] = [_lean_part(part) for part in content] if isinstance(content, list) else content
-    return lean
 
 
 def _lean_part(part: Any) -> Any:
@@ -146,16 +118,9 @@ def print_prompt_completions_sample(
     """Print some rollouts as a table: prompt, completion, reward.
 
     Called as `print_prompt_completions_sample(prompts, completions, rewards, step, num_samples=1)`, or as in the
-    newest releases of the classic API with the rollouts' errors before the rewards.
+    newest releases of the classic API with the rollouts' errors, or None for those without, before the rewards.
 
-    Args:
-        prompts: one a rollout.
-        completions: one a rollout.
-        *scores: what follows in either signature: [errors], rewards, step, num_samples.
-        rewards: one a rollout; or a dict of them, of which "reward" is shown, or else the first.
-        errors: one a rollout; None where there is none.
-        step: optimizer step, for the title.
-        num_samples: rollouts from the start of the lists.
+    The rewards may be a dict of lists, of which "reward" is shown, or else the first.
     """
     from rich.console import Console
     from rich.table import Table
@@ -187,9 +152,8 @@ def _conversation(messages: Messages) -> str:
     printable = messages_to_printable(messages)
     if isinstance(printable, str):
         return printable
-    return "\n\n".join(_turn(message) for message in printable)
-
-
-def _turn(message: ChatMessage) -> str:
-    calls = "".join(f"\n{json.dumps(plain(call), ensure_ascii=False)}" for call in message.get("tool_calls") or [])
-    return f"{message['role']}: {message['content']}{calls}"
+    turns = []
+    for message in printable:
+        calls = [json.dumps(plain(call), ensure_ascii=False) for call in message.get("tool_calls") or []]
+        turns.append("\n".join([f"{message['role']}: {message['content']}", *calls]))
+    return "\n\n".join(turns)

@@ -1,4 +1,4 @@
-"""Parser: the base class of what turns a completion into an answer, and extractors of answers."""
+"""Parser, which turns a completion into an answer; ThinkParser, for reasoning before it; extractors of answers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.keywords import set_extra_keywords
-from verifiers.parsers.messages import message_field, message_text
-from verifiers.types import Messages
+from verifiers.types import Messages, message_field, message_text
 
 __all__ = [
     "BOXED_SYSTEM_PROMPT",
     "THINK_BOXED_SYSTEM_PROMPT",
+    "MaybeThinkParser",
     "Parser",
+    "ThinkParser",
     "extract_boxed_answer",
     "extract_hash_answer",
 ]
@@ -32,10 +33,7 @@ class Parser:
 
     Args:
         extract_fn: applied to the text that the parser has found, e.g. `extract_boxed_answer`.
-        **kwargs: every further keyword becomes an attribute, with a warning.
-
-    Raises:
-        ConfigError: a misspelled keyword.
+        **kwargs: every further keyword becomes an attribute, with a warning; a misspelled one is a ConfigError.
     """
 
     def __init__(self, extract_fn: Callable[[str], Any] = _unchanged, **kwargs: Any) -> None:
@@ -84,6 +82,46 @@ def _with_role(completion: Messages | Sequence[Any], role: str) -> list[Any]:
     if isinstance(completion, str):
         return []
     return [message for message in completion if message_field(message, "role") == role]
+
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ThinkParser(Parser):
+    """A parser for policies that always reason between `<think>` and `</think>`, which the server leaves in the text.
+
+    Args:
+        extract_fn: applied to the text after the last `</think>`.
+    """
+
+    def parse(self, text: str) -> Any:
+        """Return what `extract_fn` makes of the text after the last `</think>`; of "" where there is no such tag."""
+        return self.extract_fn(text.rpartition(CLOSE)[2].strip() if CLOSE in text else "")
+
+    def get_format_reward_func(self) -> Callable[..., float]:
+        """Return a reward function: the share of assistant messages with think tags and an answer after them.
+
+        0.0 for a completion without assistant messages.
+        """
+
+        def format_reward_func(completion: Any, **kwargs: Any) -> float:
+            texts = [message_text(message).strip() for message in self.get_assistant_messages(completion)]
+            return sum(map(_has_thought_and_answer, texts)) / len(texts) if texts else 0.0
+
+        return format_reward_func
+
+
+class MaybeThinkParser(ThinkParser):
+    """A ThinkParser for policies that may answer without reasoning: a text without `</think>` is all answer."""
+
+    def parse(self, text: str) -> Any:
+        """Return what `extract_fn` makes of the text after the last `</think>`, or of the whole text without one."""
+        return self.extract_fn(text.rpartition(CLOSE)[2].strip())
+
+
+def _has_thought_and_answer(text: str) -> bool:
+    has_tags = text.startswith(OPEN) and text.count(OPEN) == 1 and text.count(CLOSE) == 1
+    return has_tags and bool(text.partition(CLOSE)[2].strip())
 
 
 BOXED_SYSTEM_PROMPT = "Solve the problem one step after the other, and write the final answer as \\boxed{answer}."

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.parsers.messages import message_text
 from verifiers.parsers.parser import Parser, _unchanged
-from verifiers.types import Messages
+from verifiers.types import Messages, message_text
 
 __all__ = ["XMLParser"]
 
@@ -52,24 +51,14 @@ class XMLParser(Parser):
         self._spaced_tag = re.compile(rf"<(?:\s+/?\s*|/\s+)(?:{either})\s*>|</?(?:{either})\s+>")
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> Any:
-        """Return the fields of a text.
+        """Return the fields of a text: a namespace with every name, alternatives too; None for what is absent.
 
         Args:
             strip: kept for the classic signature; white space around a field's text never belongs to it.
             last: take the last occurrence of each tag, not the first.
-
-        Returns:
-            A namespace with every name, alternatives too, as attribute: its text, or None when absent.
         """
-        found: dict[str, str | None] = {}
-        for name, pattern in self._patterns.items():
-            if last:
-                texts = pattern.findall(text)
-                found[name] = texts[-1] if texts else None
-            else:
-                match = pattern.search(text)
-                found[name] = match.group(1) if match else None
-        return SimpleNamespace(**found)
+        found = {name: pattern.findall(text) for name, pattern in self._patterns.items()}
+        return SimpleNamespace(**{name: texts[-1 if last else 0] if texts else None for name, texts in found.items()})
 
     def parse_answer(self, completion: Messages | Sequence[Any]) -> str | None:
         """Return the answer field's last text in the last assistant message that has it; None where none has."""

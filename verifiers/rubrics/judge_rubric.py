@@ -1,27 +1,36 @@
-"""JudgeRubric: reward functions that ask a language model."""
+"""JudgeRubric: reward functions that ask a language model behind any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import importlib
+import inspect
+import os
 import re
-import string
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, MutableMapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-from verifiers.errors import ConfigError, GradingError
+from verifiers.errors import ConfigError, GradingError, ModelError
+from verifiers.inference.endpoint import CHAT, ClientBackend
+from verifiers.inference.retry import RetryableError, RetryPolicy, retry
+from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
-from verifiers.parsers.messages import message_field, message_text
 from verifiers.parsers.parser import Parser
-from verifiers.rubrics.judge import Gate, JudgeCall, LazyOpenAI
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.single_flight import SingleFlight
-from verifiers.types import Messages, RewardFunc, State
+from verifiers.rubrics.scoring import SingleFlight
+from verifiers.types import Messages, RewardFunc, State, content_text, message_field, message_text
 
-__all__ = ["DEFAULT_JUDGE_PROMPT", "JudgeRubric", "judge_yes_no", "parse_yes_no", "question_text"]
+__all__ = ["DEFAULT_JUDGE_PROMPT", "JudgeRubric", "LazyOpenAI", "judge_yes_no", "parse_yes_no", "question_text"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
+
+_TRY_TIMEOUT_S = 60.0
+_BACKOFF_S = 0.5
+_LONGEST_WAIT_S = 20.0
+_SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 
 DEFAULT_JUDGE_PROMPT = """Compare a response with the reference answer to the same question. \
 Is the response correct?
@@ -41,6 +50,95 @@ Is the response correct?
 Answer with one word: "yes" or "no"."""
 
 
+class LazyOpenAI:
+    """An `openai.AsyncOpenAI` that is made at the first call, one for each event loop.
+
+    Every method of it can be awaited here: `chat.completions.create`, `responses.create` and so on. Calls are tried
+    once and end after a minute; retries are the caller's. Connections are not kept, since nothing could close them
+    when their event loop ends. OpenAI's key is sent to no other server than OPENAI_BASE_URL's.
+    """
+
+    def __init__(self, base_url: str | None = None, api_key_var: str | None = None) -> None:
+        self.base_url = base_url
+        self.api_key_var = api_key_var
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"LazyOpenAI has no attribute {name!r}")
+        return _LazyMethod(self, (name,))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.base_url, self.api_key_var)
+
+    async def client(self) -> Any:
+        """Return the AsyncOpenAI of this event loop; a ConfigError where there is no API key."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            # importing and building it takes half a second, which other rollouts need not wait for
+            made = await asyncio.to_thread(self._make, self.api_key)
+            self._clients.setdefault(loop, made)
+        return self._clients[loop]
+
+    def _make(self, key: str) -> Any:
+        openai = importlib.import_module("openai")
+        return openai.AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=key,
+            timeout=_TRY_TIMEOUT_S,
+            max_retries=0,
+            default_headers={"Connection": "close"},
+        )
+
+    @property
+    def api_key(self) -> str:
+        """The key to send; "EMPTY" for servers that need none; a ConfigError where OpenAI is asked without one."""
+        key = os.environ.get(self.api_key_var or "OPENAI_API_KEY")
+        if self.api_key_var is None and (self.base_url or (os.environ.get("OPENAI_BASE_URL") and not key)):
+            return "EMPTY"
+        if not key:
+            raise ConfigError(
+                f"The judge has no API key: set the environment variable {self.api_key_var or 'OPENAI_API_KEY'}, or "
+                "give the rubric a judge_client, or a judge_base_url whose server needs no key."
+            )
+        return key
+
+
+class _LazyMethod:
+    """A method of a client that is not made yet, e.g. `chat.completions.create`."""
+
+    def __init__(self, owner: LazyOpenAI, path: tuple[str, ...]) -> None:
+        self._owner = owner
+        self._path = path
+
+    def __getattr__(self, name: str) -> _LazyMethod:
+        if name.startswith("_"):
+            raise AttributeError(f"this method of a LazyOpenAI has no attribute {name!r}")
+        return _LazyMethod(self._owner, (*self._path, name))
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = functools.reduce(getattr, self._path, await self._owner.client())
+        result = method(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+class Gate:
+    """A bound on the judge calls at once on each event loop; the others wait. -1 for no bound."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._semaphores = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.limit,)
+
+    def slot(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        if self.limit <= 0:
+            return contextlib.nullcontext()
+        return self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.limit))
+
+
 class _ReadyText(str):
     """A text that may be awaited too, also as a coroutine: `asyncio.run` takes nothing else."""
 
@@ -56,22 +154,6 @@ class _ReadyText(str):
 
     def close(self) -> None:
         pass
-
-
-def read_or_awaited(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, str]],
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, str]]:
-    """Return an async method whose text is there at once where no event loop runs, and still may be awaited."""
-
-    @functools.wraps(method)
-    def call(rubric: Any, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, str]:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return _ReadyText(run_blocking(lambda: method(rubric, *args, **kwargs)))  # type: ignore[return-value]
-        return method(rubric, *args, **kwargs)
-
-    return call
 
 
 class JudgeRubric(Rubric):
@@ -96,8 +178,7 @@ class JudgeRubric(Rubric):
         judge_sampling_args: OpenAI's sampling arguments; max_tokens is sent as max_completion_tokens.
         judge_prompt: may have {question} (the prompt's last user message), {answer} and {response} (the parsed
             completion); other braces are written twice.
-        funcs: as for `Rubric`.
-        weights: as for `Rubric`.
+        funcs, weights: as for `Rubric`.
         judge_base_url: of the endpoint, where no client is given, e.g. "http://127.0.0.1:8000/v1".
         judge_api_key_var: environment variable with the key for it; left out with a base URL, no key is sent.
         judge_timeout_s: for one answer with all its tries, in seconds.
@@ -156,22 +237,27 @@ class JudgeRubric(Rubric):
             verdict=self.verdict,
         )
 
-    @read_or_awaited
-    async def judge(self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any) -> str:
+    def judge(
+        self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any
+    ) -> Coroutine[Any, Any, str]:
         """Return the judge's answer about a completion; from `state["judge_response"]` where it is there.
 
-        Synchronous functions call it without `await`, as packages of 0.1.0 to 0.1.2 do: without a running event loop
-        the answer is there at once.
-
-        Raises:
-            GradingError: the judge failed, or its prompt names a text that there is none of.
-            ConfigError: there is no API key.
+        Synchronous functions call it without `await`: without a running event loop the answer is there at once. It
+        is a GradingError where the judge failed, or its prompt names a text that there is none of.
         """
-        text = self._judge_text(prompt, completion, answer)
-        known = _responses(state).get(text)
-        if known is not None:
-            return str(known)
-        return await self._asked.result((id(state), text), lambda: self._answer(text, state))
+
+        async def answered() -> str:
+            text = self._judge_text(prompt, completion, answer)
+            known = _responses(state).get(text)
+            if known is not None:
+                return str(known)
+            return await self._asked.result((id(state), text), lambda: self._answer(text, state))
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return _ReadyText(run_blocking(answered))  # type: ignore[return-value]
+        return answered()
 
     async def verdict(
         self,
@@ -186,29 +272,23 @@ class JudgeRubric(Rubric):
     ) -> T:
         """Return what `parse` reads in the judge's answer; an answer that it cannot read is sampled again.
 
-        Args:
-            prompt: as for `judge`, with the other arguments that reward functions get.
-            completion: as for `judge`.
-            answer: as for `judge`.
-            state: as for `judge`.
-            parse: gets the answer's text; raises, or returns None, where there is no verdict in it.
-            attempts: answers that are read, at most; from the second on they are fresh samples.
-            **kwargs: not used.
-
-        Raises:
-            GradingError: no answer had a verdict, or the judge failed.
+        `parse` gets the answer's text, and raises, or returns None, where there is no verdict in it. It reads at most
+        `attempts` answers, from the second on fresh samples. A GradingError where none had a verdict.
         """
-        response = await self.judge(prompt, completion, answer, state)
         text = self._judge_text(prompt, completion, answer)
-        return await self._readable(response, lambda: self._answer(text, state), parse, attempts)
+        first = await self.judge(prompt, completion, answer, state)
+        return await self._readable(lambda: self._answer(text, state), parse, attempts, first)
 
     async def _readable(
-        self, response: str, again: Callable[[], Awaitable[str]], parse: Callable[[str], T | None], attempts: int
+        self,
+        sample: Callable[[], Awaitable[str]],
+        parse: Callable[[str], T | None],
+        attempts: int,
+        first: str | None = None,
     ) -> T:
         problem: Exception | None = None
-        for attempt in range(1, attempts + 1):
-            if attempt > 1:
-                response = await again()
+        for attempt in range(attempts):
+            response = first if first is not None and attempt == 0 else await sample()
             try:
                 value = parse(response)
             except Exception as error:
@@ -223,20 +303,43 @@ class JudgeRubric(Rubric):
         ) from problem
 
     async def _answer(self, text: str, *states: State) -> str:
-        """Sample an answer, and keep it in the states."""
-        call = JudgeCall(
-            self.judge_client,
-            self.judge_model,
-            self.judge_sampling_args or {},
-            self.judge_timeout_s,
-            self.judge_tries,
-        )
         async with self._judge_gate.slot():
-            response = await call.ask(text)
+            response = await self._ask(text)
         for state in states:
             if isinstance(state, MutableMapping):
                 state["judge_response"] = {**_responses(state), text: response}
         return response
+
+    async def _ask(self, text: str) -> str:
+        client = self.judge_client
+        # a judge's answers are not the policy's
+        client = client.untrained if hasattr(type(client), "untrained") else client
+        given = {name: value for name, value in (self.judge_sampling_args or {}).items() if value is not None}
+        if "max_tokens" in given:
+            given = {"max_completion_tokens": given.pop("max_tokens"), **given}
+        arguments = {**given, "model": self.judge_model, "messages": [{"role": "user", "content": text}]}
+        policy = RetryPolicy(max_attempts=self.judge_tries, base_s=_BACKOFF_S, cap_s=_LONGEST_WAIT_S)
+        deadline = asyncio.timeout(self.judge_timeout_s)
+        try:
+            async with deadline:
+                return await retry(functools.partial(_answered_text, ClientBackend(client), arguments), policy)
+        except ConfigError:
+            raise
+        except Exception as error:
+            problem = f"no answer within {self.judge_timeout_s:g} s." if deadline.expired() else self._problem(error)
+            raise GradingError(f"The judge {self.judge_model!r} gave {problem}") from error
+
+    def _problem(self, error: Exception) -> str:
+        url, key = getattr(self.judge_client, "base_url", None), getattr(self.judge_client, "api_key", None)
+        text = str(error).removeprefix(f"{url}: ")
+        if not isinstance(error, ModelError):
+            text = f"{type(error).__name__}: {text}"
+        # servers quote the key that they refuse
+        if isinstance(key, str) and len(key) >= _SHORTEST_SECRET:
+            text = text.replace(key, "***")
+        # a mock has any attribute
+        at = f" ({url_without_secrets(str(url))})" if isinstance(url, str) or type(url).__name__ == "URL" else ""
+        return f"no verdict{at}: {text}"
 
     def _judge_text(self, prompt: Messages, completion: Messages, answer: Any) -> str:
         return self._filled(question=question_text(prompt), answer=answer, response=self._response(completion))
@@ -251,9 +354,19 @@ class JudgeRubric(Rubric):
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise GradingError(
                 f"The judge_prompt cannot be filled in ({type(error).__name__}: {error}): it may have "
-                f"{', '.join(f'{{{name}}}' for name in texts)}; write other braces twice. It names "
-                f"{_names_in(self.judge_prompt)}."
+                f"{', '.join(f'{{{name}}}' for name in texts)}; write other braces twice."
             ) from error
+
+
+async def _answered_text(backend: ClientBackend, arguments: Mapping[str, Any]) -> str:
+    choices = message_field(await backend.call(CHAT, arguments), "choices")
+    if not choices:
+        raise RetryableError("it answered without a choice", empty=True)
+    answer = content_text(message_field(message_field(choices[0], "message"), "content"))
+    if not answer.strip():
+        reason = message_field(choices[0], "finish_reason")
+        raise RetryableError(f"it answered with an empty message (finish_reason {reason!r})", empty=True)
+    return answer
 
 
 async def judge_yes_no(
@@ -292,11 +405,3 @@ def _responses(state: Any) -> Mapping[str, Any]:
     known = state.get("judge_response") if isinstance(state, Mapping) else None
     # anything else under this key is the environment's own
     return known if isinstance(known, dict) else {}
-
-
-def _names_in(template: str) -> str:
-    try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError:
-        return "a brace that is not closed"
-    return ", ".join(f"{{{name}}}" for name in dict.fromkeys(names)) or "none"

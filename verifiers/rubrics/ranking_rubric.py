@@ -43,10 +43,7 @@ class RankingRubric(JudgeRubric):
     failed grade.
 
     Args:
-        parser: as for `JudgeRubric`.
-        judge_client: as for `JudgeRubric`.
-        judge_model: as for `JudgeRubric`.
-        judge_sampling_args: as for `JudgeRubric`.
+        parser, judge_client, judge_model, judge_sampling_args: as for `JudgeRubric`.
         judge_prompt: may have {question}, {answer}, {responses} (each between tags with its label) and {example} (of
             a ranking); other braces are written twice. The default does not show the answer.
         weight: of `ranking`.
@@ -127,11 +124,10 @@ class RankingRubric(JudgeRubric):
             responses="\n\n".join(
                 f'<response label="{label}">\n{one}\n</response>' for label, one in by_label.items()
             ),
-            example=_example(list(by_label)),
+            # from the last to the first, so that a judge that copies it does not favour what is shown first
+            example=" > ".join(reversed(by_label)),
         )
-        first = await self._answer(text, *states)
         tiers = await self._readable(
-            first,
             lambda: self._answer(text, *states),
             lambda response: parse_ranking(response, list(by_label)),
             self.attempts,
@@ -159,9 +155,7 @@ def parse_ranking(text: str, labels: Sequence[str]) -> list[list[str]]:
 def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str]) -> list[float]:
     """Return the reward of each response by its tier: evenly from 1.0 to 0.0, the mean of their places for equals.
 
-    Args:
-        tiers: each text once, the best tier first.
-        responses: two or more, all of them in some tier; several may be the same text.
+    The best tier comes first, and has each text once; two or more responses, of which several may be the same text.
 
     Raises:
         GradingError: a response is in no tier.
@@ -173,18 +167,11 @@ def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str])
         mean_place = place + (size - 1) / 2
         reward_of.update(dict.fromkeys(tier, 1.0 - mean_place / (len(responses) - 1)))
         place += size
-    missing = [response for response in responses if response not in reward_of]
-    if missing:
+    if missing := [response for response in responses if response not in reward_of]:
         raise GradingError(f"The ranking leaves out {missing[0][:80]!r}.")
     return [reward_of[response] for response in responses]
 
 
 def _labels(count: int) -> list[str]:
-    """Return A, B, ... for as many as there are letters, and R1, R2, ... for more."""
     letters = string.ascii_uppercase
     return list(letters[:count]) if count <= len(letters) else [f"R{number}" for number in range(1, count + 1)]
-
-
-def _example(labels: Sequence[str]) -> str:
-    # from the last to the first, so that a judge that copies it does not favour what is shown first
-    return " > ".join(reversed(labels))

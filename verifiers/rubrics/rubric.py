@@ -1,29 +1,31 @@
-"""Rubric: reward functions and their weights."""
+"""Rubric: reward functions and their weights; RubricGroup: several rubrics whose rewards are summed."""
 
 from __future__ import annotations
 
-import abc
+import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from verifiers.errors import ConfigError, GradingError
-from verifiers.keywords import set_extra_keywords, warn_once
+from verifiers.keywords import check_parameters, set_extra_keywords, warn_once
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.scoring import (
+    ARGUMENTS,
+    PLURALS,
     RewardCall,
-    checked_reward_funcs,
     is_group_func,
     note_failure,
+    reward_name,
     reward_names,
     reward_values,
     store_scores,
 )
 from verifiers.types import RewardFunc, RolloutScore, State
 
-__all__ = ["Rubric"]
+__all__ = ["Rubric", "RubricGroup"]
 
 CLASSIC_METHODS = ("score_group", "score_rollout", "score_rollouts", "call_reward_func")
 """Methods that packages for verifiers 0.1.x override; `verifiers.classic.rubrics` makes such an override count."""
@@ -44,16 +46,7 @@ def _of_classic(name: str) -> Callable[..., Awaitable[Any]]:
     return method
 
 
-class RubricType(abc.ABCMeta):
-    """The type of rubric classes, on which a classic method may be set after they were made."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in CLASSIC_METHODS and cls is not Rubric:
-            _classic().adapt(cls)
-
-
-class Rubric(metaclass=RubricType):
+class Rubric:
     """Reward functions and their weights: the reward is the weighted sum, the metrics are the plain values.
 
     A reward function is sync or async, and names what it needs among prompt, completion, answer, state, task, info,
@@ -93,11 +86,9 @@ class Rubric(metaclass=RubricType):
         self.parallelize_scoring = parallelize_scoring
         self.class_objects: dict[str, Any] = {"parser": self.parser}
         self._seen_failing: set[str] = set()
-        self.reward_funcs: list[RewardFunc] = list(self._checked(funcs or []))
+        self.reward_funcs: list[RewardFunc] = self._checked(funcs or [])
         self.reward_weights: list[float] = list(() if weights is None else weights) or [1.0] * len(self.reward_funcs)
         self._check_weights()
-
-    # -- functions ------------------------------------------------------------------------------------------
 
     funcs = property(
         attrgetter("reward_funcs"),
@@ -146,20 +137,11 @@ class Rubric(metaclass=RubricType):
         is_plain = getattr(self.score_states, "__func__", None) is Rubric.score_states
         return is_plain and not self.scores_groups_itself and not self.get_reward_funcs()
 
-    # -- scoring --------------------------------------------------------------------------------------------
-
     async def score_group(self, states: Sequence[State], score_sem: Any = None) -> list[RolloutScore]:
         """Score the rollouts of one prompt together; also sets `reward` and `metrics` in each state.
 
-        Args:
-            states: of the finished rollouts.
-            score_sem: an async context manager that bounds the rollouts scored at once.
-
-        Returns:
-            A score for each state. A score with `errors` is a failed grade.
-
-        Raises:
-            ConfigError: fewer weights than functions.
+        A score with `errors` is a failed grade. Fewer weights than functions are a ConfigError. `score_sem`, an async
+        context manager, bounds the rollouts scored at once.
         """
         started = time.perf_counter()
         if score_sem is None:
@@ -172,10 +154,7 @@ class Rubric(metaclass=RubricType):
     async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
         """Return a score for each rollout of a group; the method that rubrics of another kind override.
 
-        Failures are noted, never raised: by `record_failure`, or as `errors` of a score.
-
-        Raises:
-            ConfigError: fewer weights than functions.
+        Failures are noted, by `record_failure` or as `errors` of a score; a ConfigError alone is raised.
         """
         self._check_weights()
         if self.is_empty:
@@ -216,9 +195,6 @@ class Rubric(metaclass=RubricType):
         """Return the scores of a rubric that this one holds; where it raises, failed grades.
 
         The states keep the reward and the metrics that they have.
-
-        Raises:
-            ConfigError: as `score_group`.
         """
         kept = [{name: state[name] for name in ("reward", "metrics") if name in state} for state in states]
         scores: list[RolloutScore]
@@ -236,8 +212,6 @@ class Rubric(metaclass=RubricType):
                 state.update(before)
         return scores
 
-    # -- classic calls and overrides ------------------------------------------------------------------------
-
     score_rollout = _of_classic("score_rollout")
     score_rollouts = _of_classic("score_rollouts")
     call_reward_func = _of_classic("call_reward_func")
@@ -254,10 +228,15 @@ class Rubric(metaclass=RubricType):
         if name in CLASSIC_METHODS:
             _classic().set_on(self, name, value)
 
-    # -- checks ---------------------------------------------------------------------------------------------
-
-    def _checked(self, funcs: Sequence[RewardFunc]) -> Sequence[RewardFunc]:
-        return checked_reward_funcs(funcs, self.class_objects if self.checks_parameters else None)
+    def _checked(self, funcs: Sequence[RewardFunc]) -> list[RewardFunc]:
+        if callable(funcs) or not all(map(callable, funcs)):
+            raise ConfigError(
+                f"funcs is {funcs!r}; give a list of functions, such as def correct(completion, answer)."
+            )
+        known = {*ARGUMENTS, *PLURALS, *self.class_objects}
+        for func in funcs if self.checks_parameters else ():
+            check_parameters(f"The reward function {reward_name(func)!r}", func, known)
+        return list(funcs)
 
     def _check_weights(self) -> None:
         count = len(self.reward_funcs)
@@ -270,3 +249,95 @@ class Rubric(metaclass=RubricType):
             text = f"A rubric has {count} reward functions: the weights {surplus} beyond them have no effect."
             warn_once(self.logger.name, text)
             self.reward_weights = self.reward_weights[:count]
+
+
+class RubricGroup(Rubric):
+    """Several rubrics as one, each with its own functions, weights, parser and class objects.
+
+    The reward is the sum of the rubrics' rewards; metrics of one name add up. Rubrics score one after the
+    other, so a later one can read what an earlier one has left in the state. A rubric that raises is a failed grade
+    of its rollouts. Groups may hold groups.
+
+    `reward_funcs`, `reward_weights` and `class_objects` show the union of the rubrics'; to change them, use
+    `add_reward_func`, `add_metric` and `add_class_object`, which go to the first rubric, or the rubric itself.
+
+    `parser` is the first rubric's when left out; every further keyword becomes an attribute, with a warning. An empty
+    list of rubrics is a ConfigError (a ValueError).
+    """
+
+    def __init__(self, rubrics: Sequence[Rubric], **kwargs: Any) -> None:
+        # the base class would keep functions of its own, which a group does not have
+        if not rubrics:
+            raise ConfigError("A RubricGroup must have at least one rubric, but rubrics is empty.")
+        self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
+        self.rubrics: list[Rubric] = list(rubrics)
+        self.parser = kwargs.pop("parser", None) or self.rubrics[0].parser
+        self.parallelize_scoring = True
+        self._seen_failing = set()
+        set_extra_keywords(self, kwargs)
+
+    def with_rubric(self, rubric: Rubric) -> Self:
+        """Return a group of the same kind with one more rubric."""
+        group = copy.copy(self)
+        group.rubrics = [*self.rubrics, rubric]
+        return group
+
+    @property
+    def reward_funcs(self) -> list[RewardFunc]:
+        """The functions of all rubrics, in order."""
+        return [func for rubric in self.rubrics for func in rubric.get_reward_funcs()]
+
+    @reward_funcs.setter
+    def reward_funcs(self, funcs: list[RewardFunc]) -> None:
+        raise ConfigError("A RubricGroup has no functions of its own; give them to one of its rubrics.")
+
+    @property
+    def reward_weights(self) -> list[float]:
+        """The weights of all rubrics, one a function."""
+        return [weight for rubric in self.rubrics for weight in rubric.get_reward_weights()]
+
+    @reward_weights.setter
+    def reward_weights(self, weights: list[float]) -> None:
+        raise ConfigError("A RubricGroup has no weights of its own; give them to one of its rubrics.")
+
+    @property
+    def class_objects(self) -> dict[str, Any]:  # type: ignore[override]
+        """The class objects of all rubrics; of two with one name the first rubric's is shown."""
+        merged: dict[str, Any] = {}
+        for rubric in reversed(self.rubrics):
+            merged.update(rubric.class_objects)
+        return merged
+
+    def get_reward_func_names(self) -> list[str]:
+        """Return the functions' names, which are the metrics' names."""
+        return [name for rubric in self.rubrics for name in rubric.get_reward_func_names()]
+
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
+        """Add a function to the first rubric's weighted sum."""
+        assert self.rubrics, "RubricGroup must have at least one rubric, whose function it becomes."
+        self.rubrics[0].add_reward_func(func, weight)
+
+    def add_class_object(self, name: str, value: Any) -> None:
+        """Make an object available to every function of the first rubric that has a parameter of this name."""
+        self.rubrics[0].add_class_object(name, value)
+
+    @property
+    def has_group_funcs(self) -> bool:
+        """Return whether a reward of some rubric may depend on the other rollouts of its prompt."""
+        return self.scores_groups_itself or any(rubric.has_group_funcs for rubric in self.rubrics)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether none of the rubrics has anything to score by."""
+        return all(rubric.is_empty for rubric in self.rubrics)
+
+    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
+        """Score rollouts by each rubric, one after the other; as `Rubric.score_states`."""
+        totals = [RolloutScore(0.0) for _ in states]
+        # an environment without a rubric has an empty one, to which add_rubric adds
+        for rubric in [rubric for rubric in self.rubrics if not rubric.is_empty] or self.rubrics:
+            for total, score in zip(totals, await self.member_scores(rubric, states), strict=True):
+                total["reward"] += score.reward
+                for name, value in score.metrics.items():
+                    total["metrics"][name] = total["metrics"].get(name, 0.0) + value
+        return totals

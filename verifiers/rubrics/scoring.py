@@ -17,31 +17,19 @@ import math
 import os
 import reprlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
-from verifiers.errors import ConfigError, GradingError
-from verifiers.keywords import check_parameters
+from verifiers.errors import GradingError
 from verifiers.types import FailedGrade, RolloutScore, State
 
 __all__ = [
-    "RewardCall",
-    "arguments_of",
-    "checked_reward_funcs",
-    "columns_of",
-    "finite_float",
-    "grading_deadline",
-    "is_finite_number",
-    "is_group_func",
-    "note_failure",
-    "reward_name",
-    "reward_names",
-    "reward_values",
-    "store_scores",
-    "take_failures",
-]
+    "ARGUMENTS", "PLURALS", "RewardCall", "SingleFlight", "arguments_of", "columns_of", "finite_float",
+    "grading_deadline", "is_finite_number", "is_group_func", "note_failure", "parameters_of", "reward_name",
+    "reward_names", "reward_values", "store_scores", "take_failures",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -77,11 +65,7 @@ def note_failure(state: State, func: str, error: BaseException) -> None:
 
 
 def store_scores(states: Sequence[State], scores: Sequence[RolloutScore], started: float) -> None:
-    """Put scores into the states (`reward`, `metrics`, timing), and all noted failures into both.
-
-    Args:
-        started: the time at which scoring began, by `time.perf_counter`.
-    """
+    """Put scores into the states (`reward`, `metrics`, timing since `started`), and all noted failures into both."""
     elapsed_ms = (time.perf_counter() - started) * 1000
     for state, score in zip(states, scores, strict=True):
         take_failures(state, score)
@@ -108,21 +92,14 @@ def take_failures(state: State, score: RolloutScore) -> RolloutScore:
 
 
 class RewardCall:
-    """A reward function with the names of its parameters.
-
-    Attributes:
-        is_group: the function has a parameter for whole groups (prompts, completions, answers, states, tasks, infos).
-        waits: its calls are made side by side: those of an async function, and of a plain one that asks a judge.
-    """
-
-    __slots__ = ("_is_async", "_names", "_takes_everything", "func", "is_group", "waits")
+    """A reward function with the names of its parameters."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self._names, self._takes_everything = _parameters_of(func)
+        self._names, self._takes_everything = parameters_of(func)
         self.is_group = not PLURALS.isdisjoint(self._names)
         self._is_async = is_async_function(func)
-        # without `await` a judge's answer blocks its thread for seconds
+        # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
         self.waits = self._is_async or "judge" in self._names
 
     def result(self, values: Mapping[str, Any]) -> Any:
@@ -149,7 +126,7 @@ class RewardCall:
 _parameters: WeakKeyDictionary[Callable[..., Any], tuple[tuple[str, ...], bool]] = WeakKeyDictionary()
 
 
-def _parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+def parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
     """Return the names of a function's parameters, and True where it takes any keyword."""
     # reading a signature costs more than most reward functions; some callables cannot be kept
     with contextlib.suppress(KeyError, TypeError):
@@ -177,13 +154,10 @@ async def _settled(result: Any) -> Any:
 async def reward_values(
     calls: Sequence[RewardCall], states: Sequence[State], objects: Mapping[str, Any], *, parallel: bool = True
 ) -> list[list[float | BaseException]]:
-    """Call the reward functions for the rollouts of one group.
+    """Call the reward functions for the rollouts of one group, with `objects` as further arguments.
 
-    Functions of whole groups come after the others, whose notes they may read in the states.
-
-    Args:
-        objects: further arguments, by name.
-        parallel: False calls the functions one after the other, in order.
+    Functions of whole groups come after the others, whose notes they may read in the states; without `parallel` each
+    function comes after the one before.
 
     Returns:
         Each function's values, one a rollout: a finite float, or the error for which there is none.
@@ -243,16 +217,13 @@ def _values(results: list[Any], count: int, is_group: bool) -> list[float | Base
                 raise GradingError(f"returned {len(results)} rewards for {count} rollouts")
         except BaseException as error:
             return [error] * count
-    return [_value(result) for result in results]
-
-
-def _value(result: Any) -> float | BaseException:
-    if isinstance(result, BaseException):
-        return result
-    try:
-        return finite_float(result)
-    except GradingError as error:
-        return error
+    values: list[float | BaseException] = []
+    for result in results:
+        try:
+            values.append(result if isinstance(result, BaseException) else finite_float(result))
+        except GradingError as error:
+            values.append(error)
+    return values
 
 
 # -- the deadline of a group ------------------------------------------------------------------------------------
@@ -262,11 +233,7 @@ _deadline: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextV
 
 @contextlib.asynccontextmanager
 async def grading_deadline(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Bound the scoring of one group in it, as `asyncio.timeout`; time spent waiting for a thread does not count.
-
-    Args:
-        timeout_s: in seconds, from when its functions can run.
-    """
+    """Bound the scoring of one group in it, as `asyncio.timeout`; time spent waiting for a thread does not count."""
     async with asyncio.timeout(timeout_s) as deadline:
         token = _deadline.set(deadline)
         try:
@@ -324,11 +291,7 @@ def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:
 
 
 def finite_float(value: Any) -> float:
-    """Return the value as a float.
-
-    Raises:
-        GradingError: the value is not a finite number.
-    """
+    """Return the value as a float; a GradingError where it is not a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -347,22 +310,32 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
-def checked_reward_funcs(
-    funcs: Sequence[Callable[..., Any]], objects: Iterable[str] | None
-) -> Sequence[Callable[..., Any]]:
-    """Return reward functions as they are.
+# -- the same work, asked for at the same time -------------------------------------------------------------------
 
-    Args:
-        objects: names that they may have for parameters, beside the usual ones; None for any.
 
-    Raises:
-        ConfigError: what is not a function, or a parameter that nearly has the name of an argument.
+class SingleFlight:
+    """One call for all callers that want the same at the same time; nothing is kept after it ends.
+
+    Where the caller that does the work is cancelled, the next one does it.
     """
-    for func in [funcs] if callable(funcs) else funcs:
-        if func is funcs or not callable(func):
-            raise ConfigError(
-                f"funcs is {funcs!r}; give a list of functions, such as def correct(completion, answer)."
-            )
-        if objects is not None:
-            check_parameters(f"The reward function {reward_name(func)!r}", func, {*ARGUMENTS, *PLURALS, *objects})
-    return funcs
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, asyncio.Future[Any]] = {}
+
+    async def result(self, key: Hashable, work: Callable[[], Awaitable[T]]) -> T:
+        """Return what `work()` gives, or gave to another caller with this key on this event loop that still waits."""
+        loop = asyncio.get_running_loop()
+        place = (id(loop), key)
+        while (call := self._calls.get(place)) is not None:
+            await asyncio.wait([call])
+            if not call.cancelled():
+                return call.result()
+        call = self._calls[place] = loop.create_future()
+        try:
+            call.set_result(await work())
+        except Exception as error:
+            call.set_exception(error)
+        finally:
+            call.cancel()
+            del self._calls[place]
+        return call.result()

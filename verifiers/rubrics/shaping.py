@@ -7,17 +7,11 @@ from typing import Any
 
 from verifiers.errors import ConfigError, GradingError
 from verifiers.inference.wire import plain_data, sampled_tokens
-from verifiers.parsers.messages import message_field, message_text
+from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser, extract_boxed_answer
-from verifiers.rubrics.math_equality import (
-    MAX_ANSWER_CHARS,
-    TIMEOUT_S,
-    MathVerdict,
-    math_verdict,
-    math_verdict_blocking,
-)
+from verifiers.rubrics.math_rubric import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, math_verdict
 from verifiers.rubrics.rubric import Rubric
-from verifiers.types import RewardFunc, State
+from verifiers.types import RewardFunc, State, message_field, message_text
 
 __all__ = [
     "EpisodicSumRubric",
@@ -36,10 +30,7 @@ def overlong_penalty(*, max_tokens: int, buffer_tokens: int) -> Callable[..., fl
     soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4, equation 13), where the two are
     called L_max and L_cache. Tokens are counted as `completion_tokens` does.
 
-    Args:
-        max_tokens: where the penalty is whole, in tokens of all the policy's answers in a rollout; for one turn the
-            sampling argument of that name.
-        buffer_tokens: how far before it the penalty begins, in tokens.
+    They are tokens of all the policy's answers in a rollout; for one turn `max_tokens` is the sampling argument.
 
     Raises:
         ConfigError: not 0 < buffer_tokens <= max_tokens.
@@ -112,11 +103,9 @@ def r1_zero_reward(
     The format asks for `</think> <answer>` (with exactly one space) and a `</answer>` after it. The answer is what
     stands between them, of the last such pair, or the last `\boxed{}` in it; it is compared as `MathRubric` does.
 
-    Args:
-        response: what the policy wrote.
-        ground_truth: the right answer, or a list of answers each of which is right.
-        timeout_s: how long one comparison may take, in seconds; what takes longer is wrong.
-        max_answer_chars: a longer answer is right only where it is the right one character by character.
+    `ground_truth` may be a list of answers each of which is right. A comparison that takes longer than `timeout_s`
+    seconds is wrong; an answer of more than `max_answer_chars` is right only where it is the right one character by
+    character.
 
     Returns:
         {"format", "answer", "reward"}, each 0.0 or 1.0: unformatted 0, 0, 0; formatted but wrong 1, 0, 0; right
@@ -125,39 +114,32 @@ def r1_zero_reward(
     Raises:
         GradingError: the workers that compare answers do not run.
     """
-    given = _answer_in(response)
-    right = given is not None and any(
-        math_verdict_blocking(one, given, timeout_s=timeout_s, max_chars=max_answer_chars) is MathVerdict.RIGHT
-        for one in _alternatives(ground_truth)
-    )
-    return {"format": float(given is not None), "answer": float(right), "reward": float(right)}
+    right, formatted = run_blocking(lambda: _r1_zero(response, ground_truth, timeout_s, max_answer_chars))
+    return {"format": formatted, "answer": right, "reward": right}
 
 
 def r1_zero_rubric(
     *, timeout_s: float = TIMEOUT_S, max_answer_chars: int = MAX_ANSWER_CHARS, **kwargs: Any
 ) -> Rubric:
-    """Return a rubric that scores by `r1_zero_reward`: its answer is the reward, its format a metric.
-
-    Args:
-        timeout_s: as for `r1_zero_reward`.
-        max_answer_chars: as for `r1_zero_reward`.
-        **kwargs: as for `Rubric`, without funcs and weights.
-    """
+    """Return a rubric that scores by `r1_zero_reward`: its answer is the reward, its format a metric."""
 
     async def r1_zero_answer(completion: Any, answer: Any, parser: Parser) -> float:
-        given = _answer_in(_text_of(completion, parser))
-        if given is None:
-            return 0.0
-        for one in _alternatives(answer):
-            verdict = await math_verdict(one, given, timeout_s=timeout_s, max_chars=max_answer_chars)
-            if verdict is MathVerdict.RIGHT:
-                return 1.0
-        return 0.0
+        return (await _r1_zero(_text_of(completion, parser), answer, timeout_s, max_answer_chars))[0]
 
     def r1_zero_format(completion: Any, parser: Parser) -> float:
         return float(_answer_in(_text_of(completion, parser)) is not None)
 
     return Rubric(funcs=[r1_zero_answer, r1_zero_format], weights=[1.0, 0.0], **kwargs)
+
+
+async def _r1_zero(response: str, truth: Any, timeout_s: float, max_chars: int) -> tuple[float, float]:
+    given = _answer_in(response)
+    if given is None:
+        return 0.0, 0.0
+    for one in truth if isinstance(truth, (list, tuple)) else [truth]:
+        if await math_verdict(one, given, timeout_s=timeout_s, max_chars=max_chars) is MathVerdict.RIGHT:
+            return 1.0, 1.0
+    return 0.0, 1.0
 
 
 def _answer_in(response: str) -> str | None:
@@ -174,18 +156,10 @@ def _text_of(completion: Any, parser: Parser) -> str:
     return message_text(messages[-1]) if messages else ""
 
 
-def _alternatives(ground_truth: Any) -> Sequence[Any]:
-    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
-
-
 class EpisodicSumRubric(Rubric):
     """The sum of `step["reward"]` over `state["trajectory"]`, for environments that reward each step.
 
-    Args:
-        weight: of the sum.
-        funcs: further reward functions, after it.
-        weights: one for each of `funcs`; 1.0 each when left out.
-        **kwargs: as for `Rubric`.
+    `weight` is the sum's; `weights` are those of the further functions, `funcs`, 1.0 each when left out.
     """
 
     def __init__(
@@ -196,8 +170,8 @@ class EpisodicSumRubric(Rubric):
         **kwargs: Any,
     ) -> None:
         further = list(funcs or [])
-        of_further = list(weights) if weights is not None else [1.0] * len(further)
-        super().__init__(funcs=[sum_step_rewards, *further], weights=[weight, *of_further], **kwargs)
+        further_weights = weights if weights is not None else [1.0] * len(further)
+        super().__init__(funcs=[sum_step_rewards, *further], weights=[weight, *further_weights], **kwargs)
 
 
 def sum_step_rewards(state: State, **_: Any) -> float:

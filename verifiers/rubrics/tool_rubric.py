@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verifiers.concurrency import without_partials
-from verifiers.parsers.messages import message_field
 from verifiers.rubrics.rubric import Rubric
-from verifiers.types import Messages
+from verifiers.types import Messages, message_field
 
 __all__ = ["ToolRubric"]
 
@@ -20,9 +19,7 @@ class ToolRubric(Rubric):
     Calls are counted as the policy asked for them, whether they succeeded or not; calls of tools that do not exist
     are part of the total.
 
-    Args:
-        tools: the tools, as `ToolEnv` takes them, or their names.
-        **kwargs: as `Rubric`.
+    The tools are given as `ToolEnv` takes them, or by their names.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any] | str] | None = None, **kwargs: Any) -> None:
@@ -56,13 +53,9 @@ def _name(tool: Any) -> str:
 
 def _called(completion: Messages) -> list[str]:
     """Return the names of the tools called in a completion, in order."""
-    if isinstance(completion, str):
-        return []
-    calls: list[Any] = []
-    for message in completion:
-        if message_field(message, "role") == "assistant":
-            calls.extend(message_field(message, "tool_calls") or ())
-    return [_called_name(call) for call in calls]
+    messages = [] if isinstance(completion, str) else completion
+    said = [message for message in messages if message_field(message, "role") == "assistant"]
+    return [_called_name(call) for message in said for call in message_field(message, "tool_calls") or ()]
 
 
 def _called_name(call: Any) -> str:

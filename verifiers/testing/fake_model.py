@@ -19,8 +19,7 @@ from typing import Any
 
 from verifiers.inference.wire import WireObject, request_body
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rubrics.judge import LazyOpenAI
-from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
+from verifiers.rubrics.judge_rubric import JudgeRubric, LazyOpenAI, question_text
 
 FAKE_MODEL = "fake"
 FAKE_URL = "fake:"

@@ -13,7 +13,7 @@ from aiohttp import web
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
-from verifiers.parsers.messages import message_text
+from verifiers.types import message_text
 from verifiers_dataserver import __version__
 from verifiers_dataserver.config import Configuration
 from verifiers_dataserver.datasets import TaskRows

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import ConfigError, Error, GradingError, WorkerCallError, WorkerTimeoutError
-from verifiers.rubrics.math_equality import MathVerdict, math_verdict
+from verifiers.rubrics.math_rubric import MathVerdict, math_verdict
 from verifiers.rubrics.scoring import finite_float
 from verifiers.sandbox.worker_pool import WorkerPool
 from verifiers_dataserver.scores import Score, Scorer
