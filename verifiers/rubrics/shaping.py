@@ -8,7 +8,7 @@ from typing import Any
 from verifiers.errors import ConfigError, GradingError
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.parsers.parser import Parser, extract_boxed_answer
-from verifiers.rubrics.math_rubric import (
+from verifiers.rubrics.math_equality import (
     MAX_ANSWER_CHARS,
     TIMEOUT_S,
     MathVerdict,
