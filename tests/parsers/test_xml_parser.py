@@ -96,3 +96,33 @@ def test_the_format_reward_is_a_mean_over_assistant_messages() -> None:
     reward = XMLParser(["answer"]).get_format_reward_func()
     assert reward([say("<answer>a</answer>"), say("no tags")]) == pytest.approx(0.6)
     assert reward([{"role": "user", "content": "<answer>a</answer>"}]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("I put it into <answer> tags: <answer>tac</answer>", "tac"),
+        ("<answer>\nWait, again.\n<answer>tac</answer>", "tac"),
+        ("<answer><answer>tac</answer></answer>", "tac"),
+        ("<think>into <answer> tags</think><answer>tac</answer>", "tac"),
+        ("<think><answer>draft</answer></think><answer>tac</answer>", "tac"),
+        ("<answer>draft</answer></think><answer>tac</answer>", "tac"),
+        ("<answer>tac</answer><think>or <answer>cat</answer>?</think>", "tac"),
+        ("<think><answer>draft</answer></think>", None),
+        ("<think>is it <answer>tac</answer>", None),
+    ],
+)
+def test_the_answer_is_in_the_innermost_tags_outside_of_thoughts(text: str, answer: str | None) -> None:
+    assert XMLParser(["think", "answer"]).parse_answer([say(text)]) == answer
+
+
+def test_a_thought_can_be_a_field() -> None:
+    assert XMLParser(["think", "answer"]).parse("<think>so</think><answer>tac</answer>").think == "so"
+
+
+def test_nasty_texts_are_read_in_no_time() -> None:
+    parser = XMLParser(["think", "answer"])
+    for part in ("<think>", "</think>", "<answer>", "< ", "<answer> "):
+        text = part + (part + " ") * 20_000
+        assert parser.parse(text).answer is None
+        parser.get_format_reward_func()([say("< " + " " * 20_000 + text)])

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
-from verifiers.loop_thread import run_blocking
-from verifiers.rubrics.math_rubric import MathVerdict, answer_text, exact_match, math_verdict
+from verifiers.rubrics.math_equality import MathVerdict, answer_text, exact_match, math_verdict
 
 RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
 
@@ -42,6 +41,13 @@ RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
         ("x", "y", None),
         ("1", "1" * 1001, MathVerdict.TOO_LONG),
         ("x" * 2000, "x" * 2000, RIGHT),
+        ("1,100", "1100", RIGHT),
+        ("1, 100", "1100", None),
+        ("10000", "10\\,000", RIGHT),
+        ("10000", "10{,}000", RIGHT),
+        ("1000", "1 000", RIGHT),
+        ("12", "1 2", None),
+        ("2", "2.", RIGHT),
     ],
 )
 def test_what_needs_no_algebra_is_decided_by_the_text(
@@ -79,6 +85,31 @@ PAIRS = [
     ("7", "I do not know", False),
     ("7", "\\boxed{", False),
     ("7", "\x00\ud800", False),
+    # lists of numbers are no numbers
+    ("100, 200", "200, 100", True),
+    ("1, 100", "1100", False),
+    ("0, 500", "500", False),
+    ("32349", "32, 349", False),
+    # small numbers
+    ("1.6 \\times 10^{-19}", "9.1 \\times 10^{-31}", False),
+    ("1.6 \\times 10^{-19}", "1.60 \\times 10^{-19}", True),
+    ("0.0000004, 1", "0.0000003, 1", False),
+    ("\\frac{1}{52!}", "\\frac{1}{51!}", False),
+    ("x = 0.0000004", "0.0000003", False),
+    ("[0, 0.0000001)", "[0, 0.0000002)", False),
+    # as models write
+    ("90", "90°", True),
+    ("45", "45\\degree", True),
+    ("\\sqrt{2}", "√2", True),
+    ("\\sqrt{x+1}", "√(x+1)", True),
+    ("10000, 200", "10\\,000, 200", True),
+    ("1000, 200", "1 000, 200", True),
+    ("-250", "-2.5e2", True),
+    ("3.5", "3 1/2", True),
+    ("3, 1/2", "3 1/2", False),
+    ("7/2", "3½", True),
+    ("(x+1)^2", "(x+1)**2", True),
+    ("e^2", "e2", False),
 ]
 
 
@@ -99,7 +130,7 @@ def test_answers_are_compared_from_any_thread_and_any_event_loop() -> None:
         asyncio.run(compare())
 
     def blocking(number: int) -> None:
-        found.append(run_blocking(lambda: math_verdict(f"{number}\\pi", f"\\pi\\cdot {number}", timeout_s=60)))
+        found.append(math_verdict_blocking(f"{number}\\pi", f"\\pi\\cdot {number}", timeout_s=60))
 
     targets: list[Callable[[int], None]] = [in_a_loop, blocking]
     threads = [threading.Thread(target=target, args=(number,)) for target in targets for number in (2, 3, 5)]
@@ -155,7 +186,7 @@ class ScriptedPool:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> ScriptedPool:
     pool = ScriptedPool(*answers)
-    monkeypatch.setattr("verifiers.rubrics.math_rubric._pool", lambda: pool)
+    monkeypatch.setattr("verifiers.rubrics.math_equality._pool", lambda: pool)
     return pool
 
 
@@ -198,8 +229,8 @@ async def test_workers_that_do_not_run_are_a_failed_grade(
 
 def test_nothing_heavy_is_imported_for_what_is_decided_by_the_text() -> None:
     code = (
-        "import asyncio, sys, verifiers as vf; from verifiers.rubrics.math_rubric import math_verdict as verdict\n"
-        "assert asyncio.run(verdict('1/2', '0.5')) == 'right' and asyncio.run(verdict('1', '2')) == 'wrong'\n"
+        "import sys, verifiers as vf; from verifiers.rubrics.math_equality import math_verdict_blocking as verdict\n"
+        "assert verdict('1/2', '0.5') == 'right' and verdict('1', '2') == 'wrong'\n"
         "rubric = vf.MathRubric()\n"
         "assert not {'sympy', 'math_verify', 'openai'} & set(sys.modules)"
     )

@@ -10,7 +10,7 @@ import pytest
 import verifiers as vf
 from verifiers.errors import ConfigError, GradingError
 from verifiers.rubrics import math_rubric
-from verifiers.rubrics.math_rubric import MathVerdict
+from verifiers.rubrics.math_equality import MathVerdict
 from verifiers.types import State
 
 

@@ -42,8 +42,8 @@ class Parser:
         self.extract_fn = extract_fn
 
     def parse(self, text: str) -> Any:
-        """Return what `extract_fn` makes of the text."""
-        return self.extract_fn(text)
+        """Return what `extract_fn` makes of the text up to a thought that never ends."""
+        return self.extract_fn(without_open_thought(text))
 
     def parse_answer(self, completion: Messages | Sequence[Any]) -> Any:
         """Return the parsed text of the last message; None for a completion without messages."""
@@ -87,6 +87,24 @@ def _with_role(completion: Messages | Sequence[Any], role: str) -> list[Any]:
 OPEN, CLOSE = "<think>", "</think>"
 
 
+def without_open_thought(text: str) -> str:
+    """Return a text without what follows a `<think>` that is never closed: no answer stands there."""
+    start = text.rfind(OPEN)
+    return text if start <= text.rfind(CLOSE) else text[:start]
+
+
+def without_thoughts(text: str) -> str:
+    """Return what a text says outside of think tags, of which the chat template may have written the first."""
+    *thoughts, rest = text.split(CLOSE)
+    said: list[str] = []
+    for part in thoughts:
+        before, opened, _ = part.partition(OPEN)
+        if not opened:
+            said.clear()
+        said.append(before if opened else "")
+    return "".join([*said, rest.partition(OPEN)[0]])
+
+
 class ThinkParser(Parser):
     """A parser for policies that always reason between `<think>` and `</think>`, which the server leaves in the text.
 
@@ -96,7 +114,7 @@ class ThinkParser(Parser):
 
     def parse(self, text: str) -> Any:
         """Return what `extract_fn` makes of the text after the last `</think>`; of "" where there is no such tag."""
-        return self.extract_fn(text.rpartition(CLOSE)[2].strip() if CLOSE in text else "")
+        return self.extract_fn(_after_last_thought(text) if CLOSE in text else "")
 
     def get_format_reward_func(self) -> Callable[..., float]:
         """Return a reward function: the share of assistant messages with think tags and an answer after them.
@@ -112,11 +130,15 @@ class ThinkParser(Parser):
 
 
 class MaybeThinkParser(ThinkParser):
-    """A ThinkParser for policies that may answer without reasoning: a text without `</think>` is all answer."""
+    """A ThinkParser for policies that may answer without reasoning: a text without think tags is all answer."""
 
     def parse(self, text: str) -> Any:
         """Return what `extract_fn` makes of the text after the last `</think>`, or of the whole text without one."""
-        return self.extract_fn(text.rpartition(CLOSE)[2].strip())
+        return self.extract_fn(_after_last_thought(text))
+
+
+def _after_last_thought(text: str) -> str:
+    return without_open_thought(text).rpartition(CLOSE)[2].strip()
 
 
 def _has_thought_and_answer(text: str) -> bool:
@@ -131,19 +153,26 @@ THINK_BOXED_SYSTEM_PROMPT = (
     "After the closing tag, write the final answer as \\boxed{answer}."
 )
 
-_BOXED = re.compile(r"\\boxed\s*\{")
+_BOXED = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*(?:(?P<brace>\{)|(?P<word>[^\s{}$\\]+))")
 
 
 def extract_boxed_answer(text: str, strict: bool = False) -> str:
-    r"""Return the inside of the last `\boxed{...}` of a text, with the braces in it.
+    r"""Return the inside of the last whole `\boxed{...}` of a text, with the braces in it.
+
+    `\fbox{4}` and `\boxed 4` count too; a box that is cut off does not.
 
     Returns:
-        The text unchanged, or "" with `strict`, where there is no `\boxed`, or the last one is never closed.
+        The text unchanged, or "" with `strict`, where there is none.
     """
-    starts = [opening.end() for opening in _BOXED.finditer(text)]
-    if not starts:
-        return "" if strict else text
-    depth, position = 1, starts[-1]
+    for opening in reversed([*_BOXED.finditer(text)]):
+        found = opening["word"].rstrip(".,;") if opening["word"] else _inside_braces(text, opening.end())
+        if found is not None:
+            return found
+    return "" if strict else text
+
+
+def _inside_braces(text: str, start: int) -> str | None:
+    depth, position = 1, start
     while position < len(text):
         character = text[position]
         if character == "\\":
@@ -154,11 +183,11 @@ def extract_boxed_answer(text: str, strict: bool = False) -> str:
         elif character == "}":
             depth -= 1
             if depth == 0:
-                return text[starts[-1] : position]
+                return text[start:position]
         position += 1
-    return "" if strict else text
+    return None
 
 
 def extract_hash_answer(text: str) -> str:
-    """Return the answer after "####", as GSM8K writes it; the text unchanged where there is no "####"."""
-    return text.split("####")[1].strip() if "####" in text else text
+    """Return the line after the last "####", as GSM8K writes it; the text unchanged where there is no "####"."""
+    return text.rpartition("####")[2].strip().partition("\n")[0].strip() if "####" in text else text

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.parsers.parser import Parser, _unchanged
+from verifiers.parsers.parser import Parser, _unchanged, without_thoughts
 from verifiers.types import Messages, message_text
 
 __all__ = ["XMLParser"]
@@ -44,21 +44,27 @@ class XMLParser(Parser):
                 raise ConfigError(f"Duplicate field name: {names[0]!r} stands twice in {list(fields)!r}.")
             self._fields.append((names[0], names))
         every_name = dict.fromkeys(name for _, names in self._fields for name in names)
+        # from the last opening tag before a closing one: a text may speak of the tag first, or begin again
         self._patterns = {
-            name: re.compile(rf"<{re.escape(name)}>\s*(.*?)\s*</{re.escape(name)}>", re.DOTALL) for name in every_name
+            name: re.compile(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", re.DOTALL)
+            for name, tag in ((name, re.escape(name)) for name in every_name)
         }
         either = "|".join(re.escape(name) for name in every_name)
-        self._spaced_tag = re.compile(rf"<(?:\s+/?\s*|/\s+)(?:{either})\s*>|</?(?:{either})\s+>")
+        self._spaced_tag = re.compile(rf"<(?:\s+(?:/\s*)?|/\s+)(?:{either})\s*>|</?(?:{either})\s+>")
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> Any:
         """Return the fields of a text: a namespace with every name, alternatives too; None for what is absent.
+
+        Between think tags, and behind an open one, no field is looked for but `think` itself.
 
         Args:
             strip: kept for the classic signature; white space around a field's text never belongs to it.
             last: take the last occurrence of each tag, not the first.
         """
-        found = {name: pattern.findall(text) for name, pattern in self._patterns.items()}
-        return SimpleNamespace(**{name: texts[-1 if last else 0] if texts else None for name, texts in found.items()})
+        said = without_thoughts(text)
+        found = {name: pattern.findall(text if name == "think" else said) for name, pattern in self._patterns.items()}
+        place = -1 if last else 0
+        return SimpleNamespace(**{name: texts[place].strip() if texts else None for name, texts in found.items()})
 
     def parse_answer(self, completion: Messages | Sequence[Any]) -> str | None:
         """Return the answer field's last text in the last assistant message that has it; None where none has."""

@@ -12,8 +12,11 @@ import logging
 from typing import Any
 
 import math_verify
+import sympy
 
 __all__ = ["equal"]
+
+_DIFFERENCE = sympy.Float("1e-5")
 
 for _name in ("math_verify", "latex2sympy2_extended"):
     # switching the limits off is intended, and a worker's log is not read
@@ -46,11 +49,31 @@ def _expressions(text: str) -> list[Any]:
 
 def _same(one: Any, other: Any) -> bool:
     try:
-        return bool(math_verify.verify(one, other, timeout_seconds=None, raise_on_error=True))
+        is_equal = math_verify.verify(one, other, timeout_seconds=None, raise_on_error=True)
+        return bool(is_equal) and _same_digits(sorted(_numbers(one)), sorted(_numbers(other)))
     except MemoryError:
         raise
     except Exception:
         return False
+
+
+def _same_digits(ones: list[sympy.Float], others: list[sympy.Float]) -> bool:
+    """Return whether numbers agree in five digits: to math-verify, which rounds to six decimals, small ones are 0."""
+    pairs = zip(ones, others, strict=False)
+    return len(ones) != len(others) or all(abs(x - y) <= _DIFFERENCE * max(abs(x), abs(y)) for x, y in pairs)
+
+
+def _numbers(found: Any) -> list[sympy.Float]:
+    """Return the real numbers that an expression, or a set, an interval or a matrix of them, consists of."""
+    if isinstance(found, sympy.Eq):
+        return _numbers(found.rhs)
+    if isinstance(found, sympy.Interval):
+        found = (found.start, found.end)
+    if isinstance(found, (sympy.FiniteSet, sympy.Tuple, sympy.MatrixBase, tuple, list)):
+        return [number for part in found for number in _numbers(part)]
+    if isinstance(found, sympy.Expr) and found.is_number and found.is_real and found.is_finite:
+        return [sympy.Float(sympy.N(found, 15))]
+    return []
 
 
 _WARM_UP = (

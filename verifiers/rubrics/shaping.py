@@ -9,7 +9,7 @@ from verifiers.errors import ConfigError, GradingError
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser, extract_boxed_answer
-from verifiers.rubrics.math_rubric import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, math_verdict
+from verifiers.rubrics.math_equality import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, math_verdict
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import RewardFunc, State, message_field, message_text
 
