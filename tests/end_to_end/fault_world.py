@@ -34,7 +34,7 @@ import verifiers as vf
 from verifiers.cli.main import run_command
 from verifiers.cli.train import ended_if_held
 from verifiers.inference.replica import WeightUpdate
-from verifiers.train.run_lifecycle import RolloutSession
+from verifiers.train.batching.rollout_session import RolloutSession
 
 # a thread of tqdm's own, which outlives its bars
 tqdm.tqdm.monitor_interval = 0

@@ -23,7 +23,7 @@ from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
 from verifiers.train.checkpoint.run_directory import newest_complete
-from verifiers.train.planned_run import planned_run
+from verifiers.train.run_plan import plan_batches
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,11 @@ def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_pat
     plain = member(vf.SingleTurnEnv)
     group = vf.EnvGroup([plain, vf.EnvGroup([member(Staged), plain], ["staged", "other"])], ["plain", "inner"])
     with pytest.raises(ConfigError, match=r"environment 'staged' of the group brings a curriculum of its own"):
-        planned_run(args, group)
+        plan_batches(args, group)
     given = staged_curriculum_from({"stages": [{"name": "a", "datasets": ["plain", "inner"]}]})
-    assert isinstance(planned_run(args, group, given).source, StagedRows)
-    assert planned_run(args, member(Staged)).source is Staged.row_source
-    assert planned_run(args, vf.EnvGroup([plain, plain], ["a", "b"])).source is None
+    assert isinstance(plan_batches(args, group, given).source, StagedRows)
+    assert plan_batches(args, member(Staged)).source is Staged.row_source
+    assert plan_batches(args, vf.EnvGroup([plain, plain], ["a", "b"])).source is None
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_the_copys_passes_are_recorded_where_that_is_asked_for(
 
     monkeypatch.setattr(decoding, "cuda_graph", record)
     policy: Any = AutoModelForCausalLM.from_pretrained(model_dir)
-    sync = InProcessSync(lambda: policy, AutoTokenizer.from_pretrained(model_dir), "cpu", slots=2, cuda_graphs=True)
+    sync = InProcessSync(policy, AutoTokenizer.from_pretrained(model_dir), "cpu", slots=2, cuda_graphs=True)
     sync.connect(60.0)
     try:
         client = openai.OpenAI(base_url=sync.own_url, api_key="EMPTY")

@@ -19,9 +19,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.batching.packing import MicroSteps, all_micro_batches, padded_tokens
+from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches, padded_tokens
 from verifiers.train.batching.training_block import build_training_block
-from verifiers.train.validation.loss_settings import LOSS_TYPES
+from verifiers.train.loss.loss_types import LOSS_TYPES
 from verifiers.types import Outcome, RolloutKey
 
 BUDGET = 40
@@ -118,7 +118,7 @@ def update(
         assert trainer.accelerator.sync_gradients
         if ranks == 1:
             trainer.entropy_bonus.end_update()
-        measured = trainer.loss_metrics.take(lambda own: [own])
+        measured = trainer.loss_metrics.take(trainer.ranks)
         if ranks == 1:
             logged = measured
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]) / ranks

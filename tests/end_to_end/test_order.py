@@ -13,7 +13,7 @@ import torch
 
 from verifiers.data.batch_plan import make_plan, rollout_seed
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.batching.packing import all_micro_batches
+from verifiers.train.batching.micro_batches import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block
 from verifiers.types import RolloutKey
 

@@ -61,7 +61,7 @@ def recorded_road() -> Iterator[list[str]]:
         (tiny_world.vf.Environment, "run_rollouts", "Environment.run_rollouts"),
         (Rubric, "score_group", "Rubric.score_group"),
         (AsyncBatchGenerator, "get_batch", "AsyncBatchGenerator.get_batch"),
-        (training_block, "block_advantages", "advantages"),
+        (training_block, "rollout_advantages", "advantages"),
         (training_block, "shuffle_tensor_dict", "shuffle_tensor_dict"),
         (training_block, "split_tensor_dict", "split_tensor_dict"),
         (tiny_world.GRPOTrainer, "_compute_loss", "GRPOTrainer._compute_loss"),

@@ -13,9 +13,8 @@ import trl
 
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig, grpo_defaults
-from verifiers.train.run_lifecycle import replacement_groups
-from verifiers.train.validation.run_settings import UNSUPPORTED
-from verifiers.train.validation.sampling_args import training_sampling_args
+from verifiers.train.conflicts import UNSUPPORTED
+from verifiers.train.run_plan import training_sampling_args
 
 
 @pytest.mark.parametrize(
@@ -66,9 +65,9 @@ def test_replacement_groups_are_bounded_and_off_unless_asked_for(tmp_path: Path)
     def config(**options: Any) -> GRPOConfig:
         return GRPOConfig(str(tmp_path), use_cpu=True, **options)
 
-    assert replacement_groups(config(), 8) == 0
-    assert replacement_groups(config(dynamic_sampling=True), 8) == 16
-    assert replacement_groups(config(dynamic_sampling=True, dynamic_sampling_max_groups=3), 8) == 3
+    assert config().replacement_groups(8) == 0
+    assert config(dynamic_sampling=True).replacement_groups(8) == 16
+    assert config(dynamic_sampling=True, dynamic_sampling_max_groups=3).replacement_groups(8) == 3
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_token_budgets_that_cannot_be_are_refused(tmp_path: Path, options: dict[
             "importance_sampling_level is 'row'; choose one of token, sequence",
         ),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "loss_type='vespo' weighs by .* whole row"),
-        ({"loss_type": "sapo", "delta": 4.0}, "delta=4 bounds the clipped objective, which loss_type='sapo'"),
+        ({"loss_type": "sapo", "delta": 4.0}, "delta=4.0 bounds the clipped objective, which loss_type='sapo'"),
         (
             {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": False},
             "vllm_importance_sampling_mode='token_mask' would change the importance weights, which are off",

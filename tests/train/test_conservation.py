@@ -29,9 +29,8 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeClient
 from verifiers.testing.script import END_ID
 from verifiers.train.batching.advantages import has_zero_variance
-from verifiers.train.batching.prefetch import RolloutPrefetcher
-from verifiers.train.batching.streaming import BlockStream
-from verifiers.train.batching.training_block import TrainingBlock, build_training_block
+from verifiers.train.batching.rollout_session import RolloutPrefetcher
+from verifiers.train.batching.training_block import BlockStream, TrainingBlock, build_training_block
 from verifiers.train.checkpoint.block_log import block_record
 from verifiers.train.checkpoint.pending_blocks import load_pending_blocks, save_pending_blocks
 from verifiers.types import RolloutKey, State
@@ -178,7 +177,7 @@ class Loop:
                             taken = self.prefetcher.take(block, step)
                             batches = self._finish(taken, build_training_block(taken, plan, self.args, PAD), step)
                     if stream is not None and place.micro_step == len(batches):
-                        batches.append(stream.next().by_rank)
+                        batches.append(stream.next()[0])
                         if len(batches) == plan.steps_per_generation:
                             self._finish(*stream.finish(), block * plan.updates_per_block)
                     self.done.rows.append((block, texts_in(batches[place.micro_step], plan.num_processes)))

@@ -18,7 +18,7 @@ from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages
 from verifiers.train.batching.block_metrics import block_metrics
-from verifiers.train.batching.collate import MicroBatch
+from verifiers.train.batching.micro_batches import MicroBatch
 from verifiers.train.config import GRPOConfig
 from verifiers.train.data_loop import DataLoop
 from verifiers.types import Outcome, RolloutKey
@@ -90,17 +90,18 @@ def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch
 
     def run(rank: int) -> list[MicroBatch]:
         ranks: Any = RankOfTwo(meeting, rank)
+        session: Any = SimpleNamespace(open=lambda: prefetcher, copy_of=lambda step: None)
         logprobs: Any = SimpleNamespace(of_reference=reference)
         loop = DataLoop(
             PLAN,
             args,
             ranks,
             logprobs,
+            session,
+            StageTimer(),
             beta=0.0,
-            timer=StageTimer(),
             pad_token_id=0,
             skip_zero_advantage=False,
-            prefetcher=lambda: prefetcher,
             record=lambda block, trained, step: block_metrics(block, trained, PLAN, optimizer_step=step),
             log_block=lambda *_: None,
             log=logged[rank].update,

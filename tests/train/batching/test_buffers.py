@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verifiers.errors import ConfigError
-from verifiers.train.batching.packing import (
+from verifiers.train.batching.micro_batches import (
     TensorDict,
     shuffle_tensor_dict,
     split_tensor_dict,

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.batching.packing import MicroSteps, all_micro_batches
-from verifiers.train.batching.streaming import BlockStream
-from verifiers.train.batching.training_block import build_training_block
+from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches
+from verifiers.train.batching.training_block import BlockStream, build_training_block
 from verifiers.train.config import GRPOConfig
 from verifiers.types import Failure, Outcome, RolloutKey
 
@@ -96,9 +95,9 @@ def streamed(block: ScoredBlock, plan: BatchPlan, args: Any, **options: Any) -> 
     prefetcher: Any = Prefetcher(block, options.pop("oldest", None))
     stream = BlockStream(prefetcher, plan, args, 0, block.block_id, 0, **options)
     parts = [stream.next() for _ in range(plan.steps_per_generation)]
-    scales = [part.gradient_scale for part in parts if part.gradient_scale is not None]
+    scales = [scale for _, scale in parts if scale is not None]
     _, trained = stream.finish()
-    return [part.by_rank for part in parts], scales, trained.dropped
+    return [by_rank for by_rank, _ in parts], scales, trained.dropped
 
 
 def influence(micro_steps: MicroSteps, scales: Sequence[float], plan: BatchPlan) -> dict[int, float]:

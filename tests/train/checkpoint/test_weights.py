@@ -97,7 +97,7 @@ def make_adapter(kind: str, seed: int, **options: Any) -> Any:
 
 def weights_of(model: Any) -> CheckpointWeights:
     ranks = Ranks(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True))
-    return CheckpointWeights(ranks, lambda: model, in_shards=False)
+    return CheckpointWeights(ranks, model, in_shards=False)
 
 
 def save(model: Any, directory: Path, **options: Any) -> Path:

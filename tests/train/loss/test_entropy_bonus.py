@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from verifiers.train.loss.entropy_bonus import EntropyBonus
-from verifiers.train.loss.loss_metrics import LossMetrics
 from verifiers.train.loss.policy_loss import MeasuredLoss
+from verifiers.train.loss.updates import EntropyBonus, LossMetrics
 
 
 def run_updates(updates: list[list[list[float]]], **settings: Any) -> tuple[list[float], dict[str, float]]:
@@ -36,7 +35,7 @@ def run_updates(updates: list[list[list[float]]], **settings: Any) -> tuple[list
             values = {"entropy": torch.tensor(entropies)}
             bonus.note(MeasuredLoss(torch.tensor(0.5), values, torch.ones(1).bool()))
         bonus.end_update()
-    return applied[::2], metrics.take(lambda own: [own])
+    return applied[::2], metrics.take(SimpleNamespace(gather=lambda own: [own]))
 
 
 def test_a_fixed_coefficient_applies_in_every_update_and_is_logged() -> None:

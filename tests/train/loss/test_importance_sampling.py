@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from verifiers.train.conflicts import CHOICES
 from verifiers.train.loss.policy_loss import importance_weights, measure_mismatch
-from verifiers.train.validation.loss_settings import IMPORTANCE_SAMPLING_MODES
+
+MODES = CHOICES["vllm_importance_sampling_mode"]
 
 RATIOS = [[2.0, 0.5, 4.0], [0.25, 8.0, 1.0]]
 """pi_old / mu of each token; the third of row one and the second of row two are the environment's."""
@@ -51,16 +53,16 @@ def test_weights_by_mode_and_bounds(case: tuple[str, float | None, float | None]
 
 
 def test_every_mode_is_worked_out() -> None:
-    assert {mode for mode, _, _ in EXPECTED} == set(IMPORTANCE_SAMPLING_MODES)
+    assert {mode for mode, _, _ in EXPECTED} == set(MODES)
 
 
-@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_where_the_policies_agree_the_weight_is_exactly_one(mode: str) -> None:
     weights = importance_weights(SAMPLING, SAMPLING, MASK, bounds(mode, 3.0, 0.5))
     assert torch.equal(weights, torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_what_is_recorded_of_environment_tokens_does_not_matter(mode: str) -> None:
     usual = importance_weights(OLD, SAMPLING, MASK, bounds(mode, 3.0))
     for value in (0.0, -50.0, float("nan"), float("inf")):

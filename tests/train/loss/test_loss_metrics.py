@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from verifiers.train.loss.loss_metrics import LossMetrics
+from verifiers.train.loss.updates import LossMetrics
 
 PARTS = [{"entropy": [1.0, 1.0, 4.0]}, {"entropy": [4.0, math.nan], "kl": []}, {"clip_ratio/low_min": [0.3, 0.1]}]
 PARTS += [{"clip_ratio/low_min": [0.2], "clip_ratio/high_max": [math.nan]}, {"clip_ratio/high_max": [0.1, 0.2]}]
@@ -25,6 +27,8 @@ def test_means_count_each_value_once_and_extremes_are_over_all(ranks: int) -> No
         found.append(own)
         return found
 
+    together: Any = SimpleNamespace(gather=gather)
+    alone: Any = SimpleNamespace(gather=lambda own: [own])
     # the last rank has what all hold
-    assert [one.take(gather) for one in metrics][-1] == pytest.approx(WANTED)
-    assert metrics[0].take(lambda own: [own]) == {}
+    assert [one.take(together) for one in metrics][-1] == pytest.approx(WANTED)
+    assert metrics[0].take(alone) == {}

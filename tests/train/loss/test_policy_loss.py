@@ -26,15 +26,16 @@ from torch import Tensor
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.batching.packing import MicroBatch, MicroSteps, all_micro_batches
+from verifiers.train.batching.micro_batches import MicroBatch, MicroSteps, all_micro_batches
 from verifiers.train.batching.training_block import build_training_block
 from verifiers.train.config import GRPOConfig
-from verifiers.train.loss.loss_metrics import LossMetrics
 from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
 from verifiers.train.loss.policy_loss import policy_loss
+from verifiers.train.loss.updates import LossMetrics
 from verifiers.types import Outcome, RolloutKey
 
 PROMPTS, GENERATIONS = 6, 8
+ONE_RANK: Any = SimpleNamespace(gather=lambda own: [own])
 LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 3, 4)))
 """(ranks, micro-steps) of an update."""
 
@@ -173,7 +174,7 @@ def ours(args: GRPOConfig, micro_steps: MicroSteps) -> tuple[Tensor, Tensor, dic
         metrics.add(measured.values)
         losses.append(loss)
     loss = torch.stack(losses).sum()
-    return loss.detach(), policies.gradient(loss), metrics.take(lambda own: [own])
+    return loss.detach(), policies.gradient(loss), metrics.take(ONE_RANK)
 
 
 def trls_trainer(args: GRPOConfig, current: Tensor, entropy: Tensor) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
-from verifiers.train.validation.loss_settings import ADVANTAGE_ESTIMATORS
+from verifiers.train.conflicts import CHOICES
 from verifiers.types import RolloutKey
 
 __all__ = [
@@ -95,7 +95,7 @@ def group_advantages(
             the call, "none" leaves r - mean as it is. The mean is always the group's. Deviations have ddof = 1.
         eps: added to the deviation; in units of reward.
         require_full_groups: keep a group out whole as soon as one of its rollouts has no reward.
-        estimator: one of `ADVANTAGE_ESTIMATORS`.
+        estimator: one of those above.
         tokens: sampled tokens of each rollout, in the layout of `rewards`, by which the deviation s (ddof = 0) and
             the mean m are weighted; one each when left out.
 
@@ -111,8 +111,9 @@ def group_advantages(
     """
     if scale_rewards not in get_args(ScaleRewards):
         raise ConfigError(f"scale_rewards is {scale_rewards!r}; choose one of {', '.join(get_args(ScaleRewards))}.")
-    if estimator not in ADVANTAGE_ESTIMATORS:
-        raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {', '.join(ADVANTAGE_ESTIMATORS)}.")
+    if estimator not in CHOICES["advantage_estimator"]:
+        choices = ", ".join(CHOICES["advantage_estimator"])
+        raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {choices}.")
     groups = [_floats(group) for group in rewards]
     if require_full_groups:
         groups = [[None] * len(group) if None in group else group for group in groups]

@@ -23,7 +23,7 @@ from typing import Any
 
 from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import Dropped
+from verifiers.train.batching.training_block import Dropped
 from verifiers.train.checkpoint.checkpoint import sync_to_disk
 
 __all__ = ["BLOCK_LOG", "BlockLog", "block_record", "ranges_by_example", "read_block_log"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
-from verifiers.data.row_source import StagedRows
+from verifiers.data.row_source import ObservesBlocks, StagedRows
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import CheckpointError
 from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS
@@ -21,6 +21,7 @@ __all__ = [
     "START_NEW",
     "TENSORS",
     "check_resumable",
+    "curriculum_state",
     "dataset_fingerprint",
     "describe_run",
     "extra_state",
@@ -201,6 +202,11 @@ def extra_state(directory: str | Path) -> dict[str, Any]:
     """Return what `mark_complete` was given as `extra`; empty for a checkpoint without any."""
     extra: dict[str, Any] = _marker(directory).get("extra") or {}
     return extra
+
+
+def curriculum_state(plan: BatchPlan) -> dict[str, Any]:
+    """Return what a checkpoint keeps of an adaptive curriculum, as JSON."""
+    return {"curriculum": plan.source.state()} if isinstance(plan.source, ObservesBlocks) else {}
 
 
 def warn_if_best_is_gone(checkpoint: Path) -> None:

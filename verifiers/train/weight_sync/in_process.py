@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from verifiers.errors import ConfigError, WeightSyncError
@@ -20,7 +20,7 @@ class InProcessSync(WeightSync):
     parameter; between pushes its logits do not move.
 
     Args:
-        policy: gives the trained model, unwrapped.
+        policy: the trained model, unwrapped.
         tokenizer: the policy's.
         device: where the copy lives, such as "cuda:1" or "cpu".
         slots: most sequences generated at once.
@@ -31,7 +31,7 @@ class InProcessSync(WeightSync):
 
     def __init__(
         self,
-        policy: Callable[[], Any],
+        policy: Any,
         tokenizer: Any,
         device: str,
         *,
@@ -55,7 +55,7 @@ class InProcessSync(WeightSync):
                 f"rollout_device={self._device!r} needs the embedded server, which is not installed; "
                 f"{install_hint('embedded')}."
             ) from error
-        policy = self._policy()
+        policy = self._policy
         try:
             with policy_tensors(policy) as tensors:
                 self._running = InProcessServer.of_policy(

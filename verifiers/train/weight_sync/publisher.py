@@ -31,15 +31,13 @@ _PROMPTS_MEASURED = 256
 _DESCRIBE_S = 600.0
 
 
-def default_weight_sync(
-    args: GRPOConfig, servers: Sequence[Backend], policy: Callable[[], Any], tokenizer: Any
-) -> WeightSync:
+def default_weight_sync(args: GRPOConfig, servers: Sequence[Backend], policy: Any, tokenizer: Any) -> WeightSync:
     """Return the weight sync that a run's settings name.
 
     Args:
         args: settings of the run.
         servers: the rollout servers.
-        policy: gives the trained model, unwrapped.
+        policy: the trained model, unwrapped.
         tokenizer: the policy's.
 
     Raises:
@@ -76,17 +74,12 @@ class PolicyWeights:
 
     Args:
         ranks: of the run.
-        policy: gives the trained model, unwrapped.
+        model: the trained model, unwrapped.
     """
 
-    def __init__(self, ranks: Ranks, policy: Callable[[], Any]) -> None:
-        self._ranks, self._policy = ranks, policy
+    def __init__(self, ranks: Ranks, model: Any) -> None:
+        self._ranks, self.model = ranks, model
         ranks.register("gather", self.gather)
-
-    @property
-    def model(self) -> Any:
-        """The trained model, unwrapped."""
-        return self._policy()
 
     @property
     def is_sharded(self) -> bool:
@@ -144,7 +137,7 @@ class WeightPublisher:
     ) -> None:
         self._args, self._weights, self._tokenizer, self._rows = args, weights, tokenizer, rows
         backend = backend_for(client if client is not None else _urls(args))
-        self.sync = sync or default_weight_sync(args, each_server(backend), lambda: weights.model, tokenizer)
+        self.sync = sync or default_weight_sync(args, each_server(backend), weights.model, tokenizer)
         self.servers: Backend = self.sync.route(backend)
         self._client_given = client is not None
         self._check = check

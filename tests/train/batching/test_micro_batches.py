@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifiers.train.batching.packing import (
+from verifiers.train.batching.micro_batches import (
     MicroBatchLimit,
     Packing,
     balance_by_length,
@@ -26,14 +26,6 @@ LIMITS = st.one_of(
     st.just(MicroBatchLimit()),
 )
 
-Nested = list[list[list[list[int]]]]
-
-
-def nested(packing: Packing) -> Nested:
-    """Row numbers by [micro-step][rank][micro-batch]."""
-    places = iter(packing.order)
-    return packing.nested([next(places) for _ in range(size)] for size in packing.sizes)
-
 
 def length(row: int, lengths: list[int]) -> int:
     return 2 if row >= len(lengths) else lengths[row]
@@ -48,7 +40,7 @@ def padding(rows: list[int], lengths: list[int]) -> int:
 
 
 def of_rank(packing: Packing, rank: int) -> list[list[int]]:
-    return [rows for by_rank in nested(packing) for rows in by_rank[rank]]
+    return [rows for by_rank in packing for rows in by_rank[rank]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -58,11 +50,11 @@ def test_every_row_is_packed_once_within_the_limit_and_ranks_run_micro_batches_o
 ) -> None:
     pack = keep_micro_steps if in_order else balance_by_length
     packing = pack(lengths, micro_steps, ranks, limit)
-    assert sorted(packing.order) == list(range(len(lengths) + packing.padding_rows))
-    found = nested(packing)
-    assert [len(by_rank) for by_rank in found] == [ranks] * micro_steps
-    assert len(packing.places()) == len(packing.sizes)
-    for by_rank in found:
+    placed = sorted(chain.from_iterable(chain.from_iterable(of_rank(packing, rank) for rank in range(ranks))))
+    assert placed == list(range(len(placed)))
+    assert len(placed) >= len(lengths)
+    assert [len(by_rank) for by_rank in packing] == [ranks] * micro_steps
+    for by_rank in packing:
         shapes = {tuple(map(len, held)) for held in by_rank}
         assert len(shapes) == 1
         assert min(shapes.pop()) > 0
@@ -72,7 +64,7 @@ def test_every_row_is_packed_once_within_the_limit_and_ranks_run_micro_batches_o
     assert packing == pack(list(lengths), micro_steps, ranks, limit)
 
 
-def bound(lengths: list[int], packed: Nested, tokens: int) -> float:
+def bound(lengths: list[int], packed: Packing, tokens: int) -> float:
     """Return the most padding of rows packed together: a padding row counts as one of two tokens."""
     rows = [row for by_rank in packed for micro_batches in by_rank for held in micro_batches for row in held]
     held = [length(row, lengths) for row in rows]
@@ -87,9 +79,9 @@ def test_padding_of_a_rank_is_at_most_the_budget_times_the_log_of_longest_over_s
     packing = balance_by_length(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens))
     for rank in range(ranks):
         micro_batches = of_rank(packing, rank)
-        assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, nested(packing), tokens)
+        assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, packing, tokens)
     # where micro-steps are packed one by one it is that of each
-    for by_rank in nested(keep_micro_steps(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens))):
+    for by_rank in keep_micro_steps(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens)):
         for micro_batches in by_rank:
             assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, [by_rank], tokens)
 
@@ -110,7 +102,7 @@ def test_rows_kept_in_order_share_a_micro_step_however_many_ranks_there_are(
     held = []
     for ranks in (1, 2, 3):
         packing = keep_micro_steps(lengths, micro_steps, ranks, limit)
-        held.append([{row for row in chain(*chain(*by_rank)) if row < len(lengths)} for by_rank in nested(packing)])
+        held.append([{row for row in chain(*chain(*by_rank)) if row < len(lengths)} for by_rank in packing])
     assert held == [[set(range(first, len(lengths), micro_steps)) for first in range(micro_steps)]] * 3
 
 
@@ -125,9 +117,7 @@ def test_without_a_budget_there_are_the_micro_batches_that_rows_need_and_none_is
         micro_batches = of_rank(packing, rank)
         assert len(micro_batches) <= max(micro_steps, -(-depth // rows))
         assert max(padded(held, lengths) for held in micro_batches) <= rows * max(lengths)
-        assert sum(padding(held, lengths) for held in micro_batches) <= bound(
-            lengths, nested(packing), rows * max(lengths)
-        )
+        assert sum(padding(held, lengths) for held in micro_batches) <= bound(lengths, packing, rows * max(lengths))
 
 
 @settings(max_examples=100, deadline=None)
@@ -136,7 +126,7 @@ def test_micro_steps_and_ranks_have_like_work(
     lengths: list[int], micro_steps: int, ranks: int, limit: MicroBatchLimit
 ) -> None:
     packing = balance_by_length(lengths, micro_steps, ranks, limit)
-    loads = [[sum(padded(rows, lengths) for rows in held) for held in by_rank] for by_rank in nested(packing)]
+    loads = [[sum(padded(rows, lengths) for rows in held) for held in by_rank] for by_rank in packing]
     largest = max(padded(rows, lengths) for rank in range(ranks) for rows in of_rank(packing, rank))
     # the last micro-batch that the heaviest micro-step got went to what was lightest then
     assert max(map(max, loads)) <= min(map(max, loads)) + largest
@@ -174,9 +164,9 @@ def test_the_largest_micro_batch_is_as_small_as_their_number_allows() -> None:
 def test_an_update_without_rows_still_has_a_micro_batch_for_every_micro_step_and_rank(pack: object) -> None:
     assert callable(pack)
     packing = pack([], 2, 3, MicroBatchLimit(rows=4))
-    assert packing == Packing(list(range(6)), [1] * 6, padding_rows=6, ranks=3, micro_batches=[1, 1])
+    assert packing == [[[[0]], [[1]], [[2]]], [[[3]], [[4]], [[5]]]]
 
 
 def test_the_first_micro_batch_of_an_update_is_its_largest() -> None:
     packing = balance_by_length([3, 90, 8, 80, 70, 4, 5, 60], 2, 1, MicroBatchLimit(tokens=180))
-    assert nested(packing)[0][0][0] == of_rank(packing, 0)[0] == [1, 3]
+    assert packing[0][0][0] == of_rank(packing, 0)[0] == [1, 3]

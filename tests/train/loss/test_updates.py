@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verifiers.errors import NotFiniteError
-from verifiers.train.loss.finite_updates import FiniteUpdates
+from verifiers.train.loss.updates import FiniteUpdates
 
 
 def an_update(
