@@ -64,16 +64,12 @@ class ProgressLines(TrainerCallback):
     """
 
     def __init__(self, plan: BatchPlan, stream: TextIO | None = None) -> None:
-        self.plan = plan
+        self.plan, self._stream = plan, stream
         self._monitor: RunMonitor | None = None
-        self._stream = stream
         self._table: LiveTable | None = None
         self._had_table = False
-        self._started = 0.0
-        self._first_step = 0
-        self._logged_step = 0
-        self._tokens = 0.0
-        self._failed = 0.0
+        self._started = self._tokens = self._failed = 0.0
+        self._first_step = self._logged_step = 0
         self._state: Any = None
 
     def show(self, monitor: RunMonitor) -> None:

@@ -56,11 +56,7 @@ def raises_load_error(
 
     Args:
         model: its path or hub name; for a model that is loaded, nothing is converted.
-        of: the types of exceptions to convert.
         exact: convert only these types themselves, where subclasses are raised for other reasons.
-
-    Raises:
-        ConfigError: with the first line of the exception's text.
     """
     try:
         yield
@@ -97,8 +93,7 @@ def disable_dropout(model: Any, *, warns: bool = True) -> None:
     Covers dropout modules, and the rates that attention layers hold as attributes and hand to a function.
 
     Args:
-        model: changed in place.
-        warns: log the rates that were above 0, each by the last part of the name that it has in the model.
+        warns: log the rates that were above 0.
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():

@@ -54,7 +54,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Args:
         model: a model, or the path or hub name of one.
-        env: the environment: its training rows are the prompts, its rubric gives the rewards.
+        env: its training rows are the prompts, its rubric gives the rewards.
         args: settings; `grpo_defaults()` gives the classic ones.
         processing_class: the tokenizer; loaded beside the model when left out.
         client: an openai client, Endpoint or base URL for the rollouts, or a list of them for several servers of the
@@ -70,11 +70,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     Attributes:
         plan: the batch plan.
         session: the generator and the prefetcher, on rank 0 while a run is in progress.
-        publisher: keeps the rollout servers on the trained weights.
-        evaluator: evaluates the policy.
-        lifecycle: opens a run, at step 0 or from a checkpoint, and closes it.
         directory: the run's output directory: its checkpoints and its block log.
-        monitor: measures and records the run.
         last_block: the block that was trained last, on rank 0.
 
     Raises:
@@ -113,7 +109,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             processing_class = get_tokenizer(model, padding_side="left", **options)
         self.env, self._rows = env, env.get_dataset()
         self._model_name = model_name(model)
-        self.plan = plan.batches
+        self.plan, self.sampling_args = plan.batches, plan.sampling_args
         args.max_steps = self.plan.max_steps
         # a hub that refuses a push raises subclasses
         with raises_load_error(model, (OSError,), exact=True):
@@ -266,8 +262,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.updates.reset()
         # a run that was stopped inside an update left other values
         self.last_block, self._step = None, 0
-        kept: list[Any] = [*self._metrics.values(), *self._logs.values()]
-        for values in kept:
+        for values in (*self._metrics.values(), *self._logs.values()):
             values.clear()
 
     def open(self) -> RolloutPrefetcher:

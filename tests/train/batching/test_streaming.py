@@ -80,8 +80,8 @@ class Prefetcher:
     def __init__(self, block: ScoredBlock, oldest: int | None = None) -> None:
         self._block, self._oldest = block, oldest
 
-    def groups(self, block_id: int, start: int, stop: int, optimizer_step: int) -> list[Group]:
-        return self._block.groups[start:stop]
+    def groups(self, block_id: int, count: int, optimizer_step: int) -> list[Group]:
+        return self._block.groups[:count]
 
     def take(self, block_id: int, optimizer_step: int) -> ScoredBlock:
         return self._block

@@ -50,9 +50,6 @@ def block_metrics(
     """Return every metric of one block, from its rollouts and what is trained of them.
 
     Args:
-        block: as it was scored.
-        trained: what is trained of it.
-        plan: of the run.
         optimizer_step: steps before its first update, for its staleness.
         chunk_size: sequences that a server in this process generates at once.
     """

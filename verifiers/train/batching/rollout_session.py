@@ -154,16 +154,13 @@ class RolloutPrefetcher:
     """A prefetcher that keeps blocks in flight ahead of the trainer and hands them out in order.
 
     Args:
-        dataset: training rows.
-        plan: says which prompts a block has.
-        generator: produces blocks; its `num_batches_ahead` bounds what is in flight.
+        generator: its `num_batches_ahead` bounds what is in flight.
         push: sends the present weights to the server, stamped with the optimizer step given.
         drains: every rollout in flight ends before weights are pushed. Otherwise they continue under the new weights,
             and each token is stamped with its own version.
         max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update; None
             for what `num_batches_ahead` gives.
         replacement_groups: prompts held ready to replace a block's groups without variance.
-        timer: gets the time of pushing and waiting.
 
     Attributes:
         server_version: optimizer step whose weights the server holds; None before the first push.
@@ -235,9 +232,9 @@ class RolloutPrefetcher:
         self._check_staleness(block.groups, block_id, optimizer_step)
         return block
 
-    def groups(self, block_id: int, start: int, stop: int, optimizer_step: int) -> list[Group]:
-        """Return the groups `start` .. `stop` - 1, once all up to there are scored; the block stays to be taken."""
-        groups = self._timed("wait", lambda: self._generator.groups(block_id, stop))[start:]
+    def groups(self, block_id: int, count: int, optimizer_step: int) -> list[Group]:
+        """Return the first groups of a block, once they are scored; the block stays to be taken."""
+        groups = self._timed("wait", lambda: self._generator.groups(block_id, count))
         self._check_staleness(groups, block_id, optimizer_step)
         return list(groups)
 

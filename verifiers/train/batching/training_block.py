@@ -200,7 +200,7 @@ class BlockStream:
         size, group = plan.completions_per_micro_step, plan.num_generations
         first, last = number * size, (number + 1) * size
         # from the first group on, so that places in it are those in the block
-        groups = self._prefetcher.groups(self._block_id, 0, -(-last // group), self.optimizer_step)
+        groups = self._prefetcher.groups(self._block_id, -(-last // group), self.optimizer_step)
         self.block = block = ScoredBlock(self._block_id, groups)
         here = {rollout.key for rollout in block.rollouts[first:last]}
         oldest = self._prefetcher.oldest_version(self.optimizer_step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +17,8 @@ from torch import Tensor
 __all__ = ["LOSS_TYPES", "LossSettings", "LossType", "TokenTerms", "UpdateRows", "token_weights"]
 
 
-class LossSettings(Protocol):
-    """The settings that the loss reads, under their names in `GRPOConfig`."""
-
-    loss_type: str
-    importance_sampling_level: str
-    epsilon: float
-    epsilon_high: float | None
-    delta: float | None
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
-    vespo_k_pos: float
-    vespo_lambda_pos: float
-    vespo_k_neg: float
-    vespo_lambda_neg: float
-    max_completion_length: int | None
-    beta: float
-    kl_estimator: str | None
-    use_bias_correction_kl: bool
-    off_policy_mask_threshold: float | None
-    vllm_importance_sampling_correction: bool
-    vllm_importance_sampling_mode: str
-    vllm_importance_sampling_clip_max: float | None
-    vllm_importance_sampling_clip_min: float | None
+LossSettings = Any
+"""A `GRPOConfig`, or what has those of its settings that the loss reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +191,6 @@ def gamma_means(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     return {"vespo/phi_seq_mean": terms.of_rows(gamma_weights(terms, args))}
 
 
-def nothing(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
-    """Return nothing to log."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class LossType:
     """An objective and the mean that is taken of it.
@@ -231,7 +205,7 @@ class LossType:
 
     objective: Callable[[TokenTerms, LossSettings], Tensor]
     mean: Callable[[UpdateRows, LossSettings], Tensor]
-    measure: Callable[[TokenTerms, LossSettings], dict[str, Tensor]] = nothing
+    measure: Callable[[TokenTerms, LossSettings], dict[str, Tensor]] = lambda terms, args: {}
     multiplies_ratios: bool = False
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,22 +97,17 @@ class LossMetrics:
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add values by name, one a token or a row; those that are not a number count nothing."""
-        given = {name: one.double() for name, one in values.items() if one.numel()}
-        if not given:
-            return
-        found = []
-        for name, one in given.items():
-            is_number = ~one.isnan()
-            if name.endswith("min"):
-                total = torch.where(is_number, one, torch.inf).min()
-            elif name.endswith("max"):
-                total = torch.where(is_number, one, -torch.inf).max()
-            else:
-                total = torch.where(is_number, one, 0.0).sum()
-            found += [total, is_number.sum()]
-        # one transfer from the device for all of them
-        numbers = iter(torch.stack(found).tolist())
-        _join(self._found, {name: (total, count) for name, total, count in zip(given, numbers, numbers, strict=True)})
+        names, found = [], []
+        for name, given in values.items():
+            if given.numel():
+                is_number = ~given.isnan()
+                reduce, neutral = _REDUCTIONS[_kind(name)]
+                names.append(name)
+                found += [reduce(torch.where(is_number, given.double(), neutral)), is_number.sum()]
+        if names:
+            # one transfer from the device for all of them
+            numbers = iter(torch.stack(found).tolist())
+            _join(self._found, dict(zip(names, zip(numbers, numbers, strict=True), strict=True)))
 
     def take(self, ranks: Ranks) -> dict[str, float]:
         """Return the values over all ranks by name, without means over nothing, and start over; all ranks call it."""
@@ -119,20 +115,28 @@ class LossMetrics:
         joined: _Found = {}
         for part in ranks.gather(own):
             _join(joined, part)
-        return {name: total if _is_extreme(name) else total / count for name, (total, count) in joined.items()}
+        return {name: total if _kind(name) else total / count for name, (total, count) in joined.items()}
 
 
-def _is_extreme(name: str) -> bool:
-    return name.endswith(("min", "max"))
+_REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "min": (torch.min, math.inf),
+    "max": (torch.max, -math.inf),
+    "": (torch.sum, 0.0),
+}
+
+
+def _kind(name: str) -> str:
+    return name[-3:] if name.endswith(("min", "max")) else ""
 
 
 def _join(found: _Found, more: _Found) -> None:
     for name, (total, count) in more.items():
-        if not count:
-            continue
-        before, counted = found.get(name, (total if _is_extreme(name) else 0.0, 0.0))
-        joined = min(before, total) if name.endswith("min") else max(before, total)
-        found[name] = (joined if _is_extreme(name) else before + total, counted + count)
+        if count and name in found:
+            before, counted = found[name]
+            joined = {"min": min, "max": max, "": operator.add}[_kind(name)](before, total)
+            found[name] = (joined, counted + count)
+        elif count:
+            found[name] = (total, count)
 
 
 # -- entropy ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from verifiers.errors import RankError
 from verifiers.signals import ended_by_signals, is_by_signal, killed_by_signals
@@ -126,14 +125,12 @@ class Ranks:
             return message.payload
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     name: str
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+class _Result(NamedTuple):
     payload: Any
     failure: str | None
 

@@ -77,9 +77,8 @@ def launched_server(
 
     Args:
         name: of an installed server, e.g. "embedded" or "vllm".
-        model: directory or hub name that it serves.
         args: further command-line arguments.
-        start_timeout_s: how long it may take until it listens, in seconds.
+        start_timeout_s: how long it may take until it listens.
         log_path: where its output goes; a temporary file when left out.
         python: the interpreter that has the server installed, where that is another environment than this one;
             the environment variable VERIFIERS_<NAME>_PYTHON when left out, else this interpreter.
