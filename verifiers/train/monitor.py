@@ -38,6 +38,33 @@ _ERRORS_A_LINE = 20
 _MOST_CHARACTERS = 2000
 
 
+def _run_description(
+    args: GRPOConfig, plan: BatchPlan, env: Any, model: Any, device: Any, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return names, plan, settings and versions, as JSON."""
+    source = plan.source
+    return {
+        "env": str(getattr(env, "env_id", "") or type(env).__name__),
+        "env_args": dict(getattr(env, "env_args", None) or {}),
+        "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+        "server_model": args.server_model,
+        "run_name": args.run_name,
+        "plan": plan.describe(),
+        "max_steps": plan.max_steps,
+        "updates_per_block": plan.updates_per_block,
+        "completions_per_block": plan.completions_per_block,
+        "stages": [source.stage_name(step) for step in (0, *source.until_steps)] if source is not None else [],
+        "processes": plan.num_processes,
+        "device": str(device),
+        "settings": {name: value for name, value in settings.items() if value is not None},
+        "versions": {**versions(), **_training_versions()},
+    }
+
+
+def _training_versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
+
+
 class RunMonitor:
     """The measurements of a run: collected, logged, recorded and made into a report.
 
@@ -50,20 +77,23 @@ class RunMonitor:
     """
 
     def __init__(self, args: GRPOConfig, plan: BatchPlan, env: Any, model: Any, device: Any) -> None:
-        self._args, self.plan, self._env, self._model, self._device = args, plan, env, model, device
+        self._args, self._env, self._model, self._device = args, env, model, device
         self.timer = StageTimer()
+        self.plan = plan
+        self.total = RunTime()
+        self._signal, self._has_warned = LearningSignal(), False
+        self.latest: dict[str, Any] = {}
+        self.reward = Trend()
         self.record: RunRecord | None = None
         self._samples = SampleChoice(plan.max_steps)
         self._judged_by: dict[str, Any] = {"num_batches_ahead": 0}
-        self._noted_step = self._logged_step = self._interval_steps = 0
+        self._failures = ErrorCounts()
+        self._noted_step = 0
+        self._logged_step = 0
+        self._interval_steps = 0
         # tokens of the block in training, by optimizer step
         self._rate = (0.0, 0.0)
-        self._reset()
-
-    def _reset(self) -> None:
-        self.total, self.latest, self.reward = RunTime(), dict[str, Any](), Trend()
-        self._signal, self._has_warned = LearningSignal(), False
-        self._failures, self._tokens = ErrorCounts(), (0.0, 0.0)
+        self._tokens = (0.0, 0.0)
 
     # -- on rank 0 --------------------------------------------------------------------------------------------
 
@@ -90,9 +120,11 @@ class RunMonitor:
         secrets = [s for url in urls for s in secrets_of_run(url, key, headers, {"env": env_args, **settings})]
         directory = Path(str(args.output_dir))
         self.record = RunRecord(directory, resume_step=resume_step, redact=Redactor(secrets))
-        self.timer.memory, self.timer.activity = peak_memory(self._device), activity
-        # of an earlier run of the same trainer
-        self._reset()
+        self.timer.memory = peak_memory(self._device)
+        self.timer.activity = activity
+        self.total = RunTime()
+        self._signal, self._has_warned = LearningSignal(), False
+        self.reward = Trend()
         for line in read_lines(directory / METRICS):
             self.total.take(line)
             self.reward.take(line.get("reward"))
@@ -105,38 +137,20 @@ class RunMonitor:
             "max_concurrent": args.max_concurrent,
             "max_staleness": args.max_staleness,
         }
+        begun = {"at": time.time(), "step": resume_step or 0}
         self.record.describe(
-            **self._description(settings),
-            sessions=[*self.record.run.get("sessions", ()), {"at": time.time(), "step": resume_step or 0}],
+            **_run_description(args, self.plan, self._env, self._model, self._device, settings),
+            sessions=[*self.record.run.get("sessions", ()), begun],
             status="running",
             ended=None,
             stopped_by=None,
             judged_by=self._judged_by,
             memory=self.timer.memory.where if self.timer.memory is not None else None,
         )
+        # of an earlier run of the same trainer
+        self.latest, self._failures, self._tokens = {}, ErrorCounts(), (0.0, 0.0)
         self._logged_step = resume_step or 0
         self.timer.start()
-
-    def _description(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return names, plan, settings and versions, as JSON."""
-        env, plan = self._env, self.plan
-        source, trained_with = plan.source, ("torch", "transformers", "trl", "accelerate")
-        return {
-            "env": str(getattr(env, "env_id", "") or type(env).__name__),
-            "env_args": dict(getattr(env, "env_args", None) or {}),
-            "model": str(getattr(self._model.config, "_name_or_path", "") or type(self._model).__name__),
-            "server_model": self._args.server_model,
-            "run_name": self._args.run_name,
-            "plan": plan.describe(),
-            "max_steps": plan.max_steps,
-            "updates_per_block": plan.updates_per_block,
-            "completions_per_block": plan.completions_per_block,
-            "stages": [source.stage_name(step) for step in (0, *source.until_steps)] if source is not None else [],
-            "processes": plan.num_processes,
-            "device": str(self._device),
-            "settings": {name: value for name, value in settings.items() if value is not None},
-            "versions": {**versions(), **{name: importlib.metadata.version(name) for name in trained_with}},
-        }
 
     def note_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         """Take in a block whose first update begins after `step` optimizer steps; return its metrics."""
@@ -224,15 +238,15 @@ class RunMonitor:
         """Close the record and write the last report."""
         if self.record is None:
             return None
+        self.write_failures()
         if isinstance(error, NothingScoredError) and isinstance(error.block, ScoredBlock):
             # the trainer has not counted this block
-            self.write_failures()
             self._note_failures(error.block, error.block.block_id * self.plan.updates_per_block)
-        self.write_failures()
-        ended: dict[str, Any] = {"status": "finished"}
-        if error is not None:
-            ended = {"status": "stopped", "stopped_by": _stop_text(error)}
-        self.record.describe(**ended, ended=time.time())
+            self.write_failures()
+        if error is None:
+            self.record.describe(status="finished", ended=time.time())
+        else:
+            self.record.describe(status="stopped", ended=time.time(), stopped_by=_stop_text(error))
         report = self.write_report()
         self.record, self.timer.memory, self.timer.activity = None, None, None
         return report
@@ -246,7 +260,11 @@ def _stop_text(error: BaseException) -> str:
 
 
 class MonitorCallback(TrainerCallback):
-    """A callback that reports to the monitor the steps of transformers' loop, and what was logged."""
+    """A callback that reports to the monitor the steps of transformers' loop, and what was logged.
+
+    Args:
+        device: where the model is; an accelerator works on after its calls returned, so it is waited for once a step.
+    """
 
     def __init__(self, monitor: RunMonitor, device: Any) -> None:
         self._monitor = monitor
@@ -266,7 +284,6 @@ class MonitorCallback(TrainerCallback):
         if getattr(self._device, "type", "cpu") == "cuda":
             import torch
 
-            # an accelerator works on after its calls returned
             torch.cuda.synchronize(self._device)
         self._monitor.timer.switch("rest")
         self._monitor.note_step()

@@ -165,8 +165,3 @@ def test_an_update_without_rows_still_has_a_micro_batch_for_every_micro_step_and
     assert callable(pack)
     packing = pack([], 2, 3, MicroBatchLimit(rows=4))
     assert packing == [[[[0]], [[1]], [[2]]], [[[3]], [[4]], [[5]]]]
-
-
-def test_the_first_micro_batch_of_an_update_is_its_largest() -> None:
-    packing = balance_by_length([3, 90, 8, 80, 70, 4, 5, 60], 2, 1, MicroBatchLimit(tokens=180))
-    assert packing[0][0][0] == of_rank(packing, 0)[0] == [1, 3]

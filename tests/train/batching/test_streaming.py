@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
-from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches
 from verifiers.train.batching.training_block import BlockStream, build_training_block
-from verifiers.train.config import GRPOConfig
 from verifiers.types import Failure, Outcome, RolloutKey
 
 # without vespo, which is refused where rollouts have several rows
@@ -232,19 +229,3 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
         found.append(influence(micro_steps, scales, plan))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"scale_rewards": "batch"}, "scale_rewards='batch' needs the rewards of the whole block"),
-        ({"loss_type": "bnpo"}, "loss_type='bnpo' divides by each micro-step's own tokens"),
-        ({"entropy_coef": 0.1}, "an entropy bonus is a mean over the tokens of the whole update"),
-    ],
-    ids=["batch", "bnpo", "entropy"],
-)
-def test_what_cannot_be_streamed_is_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **setting}
-    with pytest.raises(ConfigError, match=message):
-        GRPOConfig(**options, streaming=True)
-    GRPOConfig(**options)

@@ -6,9 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +37,7 @@ def a_directory(root: Path, **settings: Any) -> RunDirectory:
     given = {"should_save": True, "save_only_model": False, "save_strategy": "steps", "save_total_limit": None}
     args: Any = SimpleNamespace(output_dir=root, **{**given, **settings})
     ranks = Ranks(SimpleNamespace(wait_for_everyone=lambda: None))
-    return RunDirectory(
-        args, PLAN, ranks, None, "a model", checksums=dict, state=lambda: {"more": 1}, blocks=lambda: ()
-    )
+    return RunDirectory(args, PLAN, ranks, None, "a model", checksums=dict, blocks=lambda: ())
 
 
 def save(directory: RunDirectory, step: int, name: str = "model.safetensors") -> None:
@@ -60,7 +55,7 @@ def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp
     for _ in range(2):
         first.close()
     point = other.choose(True)
-    assert (point.checkpoint, other.begin(point, ())) == (str(tmp_path / "checkpoint-2"), {"more": 1, TENSORS: {}})
+    assert (point.checkpoint, other.begin(point, ())) == (str(tmp_path / "checkpoint-2"), {TENSORS: {}})
     other.close()
 
 
@@ -79,13 +74,13 @@ def test_a_block_in_flight_that_failed_does_not_keep_the_weights_from_being_save
 
     directory._blocks = fails
     save(directory, 2)
-    assert extra_state(tmp_path / "checkpoint-2") == {"more": 1, TENSORS: {}}
+    assert extra_state(tmp_path / "checkpoint-2") == {TENSORS: {}}
 
 
 def test_older_checkpoints_are_deleted_here_alone_and_once_the_newer_one_is_complete(tmp_path: Path) -> None:
     directory = a_directory(tmp_path, save_total_limit=1)
     complete = []
-    directory._state = lambda: complete.append(newest_complete(tmp_path)) or {}
+    directory._checksums = lambda: complete.append(newest_complete(tmp_path)) or {}
     with directory.rotation():
         # transformers would delete before
         assert directory._args.save_total_limit is None
@@ -267,69 +262,6 @@ def test_going_back_to_a_run_whose_best_checkpoint_has_moved_says_so(
     mark_complete(back, PLAN, 4)
     prepare_output_dir(ResumePoint(str(back), resumes=True), str(tmp_path))
     assert (f"the best checkpoint before step 4, {best}, is not there" in caplog.text) == (not is_there)
-
-
-HOLDS = """
-import sys, time
-from verifiers.train.checkpoint.run_directory import lock_output_dir
-lock = lock_output_dir(sys.argv[1])
-print("held", flush=True)
-time.sleep(60)
-"""
-
-FORKS = """
-import os, sys, time
-from verifiers.train.checkpoint.run_directory import lock_output_dir
-lock = lock_output_dir(sys.argv[1])
-if not os.fork():
-    lock.release()
-    print("forked", flush=True)
-    sys.stdin.read()
-else:
-    time.sleep(60)
-"""
-
-
-def test_a_second_run_is_refused_until_the_first_releases_its_lock(tmp_path: Path) -> None:
-    directory = tmp_path / "out"
-    lock = lock_output_dir(directory)
-    with pytest.raises(CheckpointError, match=r"another run writes to .*out .* output_dir"):
-        lock_output_dir(directory)
-    lock.release()
-    again = lock_output_dir(directory)
-    again.release()
-    again.release()
-
-
-@pytest.mark.slow
-def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        try:
-            with pytest.raises(CheckpointError):
-                lock_output_dir(tmp_path)
-        finally:
-            other.kill()
-    lock_output_dir(tmp_path).release()
-
-
-@pytest.mark.slow
-def test_a_forked_child_neither_gives_back_what_its_parent_holds_nor_keeps_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"forked\n"
-        try:
-            with pytest.raises(CheckpointError):
-                lock_output_dir(tmp_path)
-        finally:
-            parent.kill()
-        while parent.poll() is None:
-            time.sleep(0.01)
-        # the child is there until its input ends
-        lock_output_dir(tmp_path).release()
 
 
 @pytest.mark.parametrize("refuses", [fcntl.flock, os.open], ids=["no locks", "no file"])

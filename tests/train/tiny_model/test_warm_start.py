@@ -82,23 +82,3 @@ def test_the_warm_start_writes_a_model_that_loads_and_has_learnt(tmp_path: Path)
     right = sum(answer == one for answer, one in zip(answers, wanted, strict=True))
     assert result.accuracy == right / len(pairs) >= 0.5
     assert 0 < result.steps <= 80
-
-
-def test_the_words_of_the_small_model_differ_and_half_of_their_answers_are_in_tags() -> None:
-    pairs = warm_start.spelling_pairs(400, 0)
-    assert len(dict(pairs)) == 400
-    assert sum(answer.startswith("<answer>") for _, answer in pairs) == 200
-
-
-def test_a_tiny_model_that_cannot_be_made_leaves_torch_its_threads(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with (
-            mock.patch.object(warm_start, "make_model", side_effect=RuntimeError("not made")),
-            pytest.raises(RuntimeError, match="not made"),
-        ):
-            warm_start.make_tiny_model(tmp_path / "tiny")
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -188,6 +188,7 @@ def rollout_advantages(
         ConfigError: where an environment's list of advantages has not one value per sampled token, or it gave
             advantages, which penalties do not reach.
     """
+
     def advantages_of(subtracted: Mapping[RolloutKey, float]) -> AdvantageResult:
         return group_advantages(
             [
