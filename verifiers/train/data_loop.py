@@ -10,8 +10,7 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -39,8 +38,7 @@ __all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch", "reward_of_the_envir
 logger = logging.getLogger("verifiers.train")
 
 
-@dataclass(frozen=True, slots=True)
-class RankSteps:
+class RankSteps(NamedTuple):
     """Micro-steps of one rank, as rank 0 sends them.
 
     Attributes:
@@ -50,7 +48,7 @@ class RankSteps:
     """
 
     micro_steps: list[list[MicroBatch]]
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
     gradient_scale: float | None = None
 
 
@@ -58,9 +56,7 @@ class DataLoop:
     """Micro-batches for each micro-step of a run; every rank has one, and rank 0 makes them for all.
 
     Args:
-        session: the rollouts, on rank 0.
         beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
-        pad_token_id: fills sequences.
         skip_zero_advantage: leave out rows whose advantage is 0.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
@@ -176,11 +172,7 @@ class DataLoop:
         return prefetcher.take(block_id, step)
 
     def _produce(self, block_id: int, step: int, kl: dict[int, tuple[float, int]] | None) -> list[RankSteps]:
-        """Make the micro-steps of every rank, of a whole block.
-
-        Args:
-            kl: of its rollouts, where it is subtracted from rewards.
-        """
+        """Make the micro-steps of every rank, of a whole block; `kl` is subtracted from its rewards."""
         block, self._waiting = self._waiting or self._whole_block(block_id, step), None
         rollouts, weight = block.rollouts, self._args.beta
         trained = build_training_block(

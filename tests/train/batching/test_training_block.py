@@ -13,9 +13,7 @@ from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.micro_batches import (
     MicroBatch,
     TrainingSample,
-    append_padding,
     pad_rows,
-    row_tensors,
     shuffle_tensor_dict,
     split_tensor_dict,
 )
@@ -58,7 +56,7 @@ def mixed_samples() -> list[TrainingSample]:
 
 
 def padded(samples: list[TrainingSample], padding: int = 0) -> MicroBatch:
-    return pad_rows(append_padding(row_tensors(samples), padding, PAD), PAD)
+    return pad_rows([*samples, *[TrainingSample.padding(PAD)] * padding], PAD)
 
 
 def test_rows_are_padded_to_the_longest_of_them() -> None:
@@ -160,7 +158,7 @@ def test_a_row_without_sampled_tokens_is_skipped_beside_one_that_has_them() -> N
 
 
 def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
-    batch = pad_rows(append_padding(row_tensors([]), 2, 5), PAD)
+    batch = pad_rows([TrainingSample.padding(5)] * 2, PAD)
     assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[5], [5]]
     for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("loss_mask", 0)):
         assert (batch[name] == value).all()
@@ -171,8 +169,9 @@ def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
 
 
 def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
-    whole = append_padding(row_tensors(mixed_samples()), 1, PAD)
-    parts = [pad_rows(part, PAD) for part in split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))]
+    whole = {"samples": [*mixed_samples(), TrainingSample.padding(PAD)]}
+    split = split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))
+    parts = [pad_rows(part["samples"], PAD) for part in split]
     assert [part["completion_ids"].tolist() for part in parts] == [
         [[6]],
         [[0, 0, 0, 0, 0], [3, 4, 9, 5, 6], [3, 4, 5, 0, 0]],
@@ -192,9 +191,9 @@ def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
 def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
     sample = mixed_samples()[0]
     with pytest.raises(ConfigError, match=message):
-        row_tensors([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
+        padded([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
 
 
 def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="append_padding"):
+    with pytest.raises(ConfigError, match="TrainingSample.padding"):
         padded([])

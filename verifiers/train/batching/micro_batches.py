@@ -2,9 +2,9 @@
 
 A micro-batch is what goes through the model in one forward and backward pass; a micro-step (one of the update's
 `gradient_accumulation_steps`) runs one or several of them. Row i of every column is the same training row. A column
-is a tensor whose first dimension are the rows, or, where rows differ in length, a list of one 1-D tensor a row:
-padding comes last, once a micro-batch. A value that is None stays None, and a 0-dim tensor (a count for the whole
-batch) is handed on unchanged. Token ids come from the trace as they are: nothing is cut, re-tokenized or realigned.
+is a tensor whose first dimension are the rows, or a list of one value a row; a value that is None stays None, and a
+0-dim tensor (a count for the whole batch) is handed on unchanged. Padding comes last, once a micro-batch. Token ids
+come from the trace as they are: nothing is cut, re-tokenized or realigned.
 
 A micro-batch costs its rows times its longest row. With lengths falling along the micro-batches, each is padded no
 further than to its own longest row, and no row of it is shorter than the next one's longest. So if none holds more
@@ -21,7 +21,7 @@ that collectives meet.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +40,12 @@ __all__ = [
     "TensorDict",
     "TrainingSample",
     "all_micro_batches",
-    "append_padding",
     "balance_by_length",
     "keep_micro_steps",
     "micro_batch_sizes",
     "packing_metrics",
     "pad_rows",
     "padded_tokens",
-    "row_tensors",
     "shuffle_tensor_dict",
     "split_tensor_dict",
 ]
@@ -86,121 +84,101 @@ class TrainingSample:
     rollout_index: int
     rollout_sampled_tokens: int
 
+    @classmethod
+    def padding(cls, token_id: int) -> TrainingSample:
+        """Return a padding row: one prompt and one completion token that attention sees and the loss does not.
+
+        A row masked whole would give NaN in some attention kernels. Any token id of the vocabulary does.
+        """
+        row = TokenSequence([token_id], [token_id], loss_mask=[0], logprobs=[0.0], versions=[-1])
+        return cls(row, 0.0, _PADDING, 0)
+
     @property
     def has_gradient(self) -> bool:
         """True where the advantage of a sampled token is not 0."""
         return any(self.advantage) if isinstance(self.advantage, list) else bool(self.advantage)
 
+    @property
+    def advantages(self) -> list[float]:
+        """The advantage of each completion token; 0.0 where nobody sampled it."""
+        given = iter(self.advantage) if isinstance(self.advantage, list) else itertools.repeat(self.advantage)
+        return [next(given) if sampled else 0.0 for sampled in self.row.loss_mask]
+
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def row_tensors(samples: Sequence[TrainingSample]) -> TensorDict:
-    """Turn R samples into row-aligned columns; nothing is padded yet.
-
-    Returns:
-        CPU columns by name. Lists of one tensor a row, of the length of its prompt or its completion:
-
-        - `prompt_ids`, `completion_ids`: int64
-        - `loss_mask`: int64, 1 on sampled tokens alone, for the loss
-        - `sampler_logps`: float32, the sampler's, in nats; 0.0 off the sampled tokens
-        - `advantages`: float32, of each sampled token; 0.0 off them
-
-        Tensors (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a padding row),
-        `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool.
-
-    Raises:
-        ConfigError: a row has an empty prompt or completion, or its lists have different lengths.
-    """
-    columns: TensorDict = {name: [] for name in _RAGGED}
-    counts = []
-    for sample in samples:
-        row, is_padding = sample.row, sample.rollout_index == _PADDING
-        lengths = [len(row.completion_ids), len(row.loss_mask), len(row.logprobs)]
-        if not row.prompt_ids or not row.completion_ids or len({*lengths}) > 1:
-            raise ConfigError(
-                f"a row of rollout {sample.rollout_index} has {len(row.prompt_ids)} prompt tokens, and completion, "
-                f"mask and log-probs of {lengths} tokens; a row needs a prompt, and these in equal numbers"
-            )
-        mask = torch.tensor(row.loss_mask)
-        given = torch.tensor(sample.advantage).expand(int(mask.sum()))
-        logps = torch.where(mask.bool(), torch.tensor(row.logprobs, dtype=torch.float32), 0.0)
-        advantages = torch.zeros(len(mask)).masked_scatter(mask.bool(), given)
-        found = (torch.tensor(row.prompt_ids), torch.tensor(row.completion_ids), mask, logps, advantages)
-        for name, values in zip(_RAGGED, found, strict=True):
-            columns[name].append(values)
-        version = -1 if is_padding else row.oldest_version
-        counts.append((version, sample.rollout_index, row.sampled_tokens, sample.rollout_sampled_tokens))
-    counts_RN = torch.tensor(counts, dtype=torch.int64).reshape(len(samples), len(_COUNTS))
-    columns |= zip(_COUNTS, counts_RN.unbind(1), strict=True)
-    return {**columns, "is_padding": columns["rollout_index"] == _PADDING}
-
-
-_RAGGED = ("prompt_ids", "completion_ids", "loss_mask", "sampler_logps", "advantages")
-_COUNTS = ("policy_versions", "rollout_index", "sampled_tokens", "rollout_sampled_tokens")
-
-
-def append_padding(rows: TensorDict, count: int, pad_token_id: int) -> TensorDict:
-    """Append padding rows: one prompt and one completion token that attention sees and the loss does not.
-
-    A row masked whole would give NaN in some attention kernels.
-
-    Args:
-        pad_token_id: token id of both; any id of the vocabulary does.
-    """
-    row = TokenSequence([pad_token_id], [pad_token_id], loss_mask=[0], logprobs=[0.0], versions=[-1])
-    padding = row_tensors([TrainingSample(row, 0.0, _PADDING, 0)] * count)
-    return {
-        name: [*column, *padding[name]] if isinstance(column, list) else torch.cat([column, padding[name]])
-        for name, column in rows.items()
-    }
-
-
-def pad_rows(rows: TensorDict, pad_token_id: int) -> MicroBatch:
-    """Pad the rows of one micro-batch to rectangles, R rows of prompts (R, P) and completions (R, C).
+def pad_rows(samples: Sequence[TrainingSample], pad_token_id: int) -> MicroBatch:
+    """Pad the R rows of one micro-batch to rectangles of prompts (R, P) and completions (R, C).
 
     A prompt's tokens past the shortest prompt stand before the completion, masked out of the loss as an environment's
     tokens are, so a row is as long as the longest of them and nothing is padded on the left (but a padding row, whose
     prompt is shorter).
 
     Args:
-        rows: columns of `row_tensors`, and any further ones of shape (R,).
         pad_token_id: fills prompts on the left and completions on the right.
 
     Returns:
-        The columns as tensors, with `prompt_mask` (R, P) and `completion_mask` (R, C): 1 on every real token, for
-        attention.
+        CPU tensors by name, int64 where nothing else is said:
+
+        - `prompt_ids` (R, P), `completion_ids` (R, C), and `prompt_mask` and `completion_mask`: 1 on every real
+          token, for attention
+        - `loss_mask` (R, C): 1 on sampled tokens alone, for the loss
+        - `sampler_logps` (R, C), float32: the sampler's, in nats; 0.0 off the sampled tokens
+        - `advantages` (R, C), float32: of each sampled token; 0.0 off them
+        - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a padding row),
+          `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool
 
     Raises:
-        ConfigError: there is no row.
+        ConfigError: there is no row, or one has an empty prompt or completion, or lists of different lengths.
     """
-    prompts, completions = rows["prompt_ids"], rows["completion_ids"]
-    if not prompts:
-        raise ConfigError("no rows to pad; `append_padding` gives what stands where a rank has nothing to train on")
+    if not samples:
+        raise ConfigError("no rows to pad; `TrainingSample.padding` stands where a rank has nothing to train on")
+    rows = [sample.row for sample in samples]
+    for row in rows:
+        lengths = [len(row.completion_ids), len(row.loss_mask), len(row.logprobs)]
+        if not row.prompt_ids or not row.completion_ids or len({*lengths}) > 1:
+            raise ConfigError(
+                f"a row has {len(row.prompt_ids)} prompt tokens, and completion, mask and log-probs of {lengths} "
+                "tokens; a row needs a prompt, and these in equal numbers"
+            )
+    is_padding = [sample.rollout_index == _PADDING for sample in samples]
     # a padding row is shorter than any prompt need be
-    real = [len(prompt) for prompt, padding in zip(prompts, rows["is_padding"].tolist(), strict=True) if not padding]
-    shared = min(real or map(len, prompts))
-    moved = [prompt[shared:] for prompt in prompts]
-    kept = [prompt[:shared] for prompt in prompts]
-    whole = [torch.cat(parts) for parts in zip(moved, completions, strict=True)]
-    padded: MicroBatch = {
+    real = [len(row.prompt_ids) for row, padding in zip(rows, is_padding, strict=True) if not padding]
+    shared = min(real or [len(row.prompt_ids) for row in rows])
+    moved = [list(row.prompt_ids[shared:]) for row in rows]
+    kept = [row.prompt_ids[:shared] for row in rows]
+    whole = [[*before, *row.completion_ids] for before, row in zip(moved, rows, strict=True)]
+
+    def of_completions(columns: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        # nothing of a prompt is sampled
+        return _pad([[*[0] * len(before), *one] for before, one in zip(moved, columns, strict=True)], dtype=dtype)
+
+    sampled_logps = (
+        [logp if sampled else 0.0 for logp, sampled in zip(row.logprobs, row.loss_mask, strict=True)] for row in rows
+    )
+    versions = [-1 if padding else row.oldest_version for row, padding in zip(rows, is_padding, strict=True)]
+    return {
         "prompt_ids": _pad(kept, pad_token_id, "left"),
-        "prompt_mask": _pad([torch.ones_like(prompt) for prompt in kept], 0, "left"),
+        "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], 0, "left"),
         "completion_ids": _pad(whole, pad_token_id),
-        "completion_mask": _pad([torch.ones_like(ids) for ids in whole]),
+        "completion_mask": _pad([[1] * len(ids) for ids in whole]),
+        "loss_mask": of_completions((row.loss_mask for row in rows), torch.int64),
+        "sampler_logps": of_completions(sampled_logps, torch.float32),
+        "advantages": of_completions((sample.advantages for sample in samples), torch.float32),
+        "policy_versions": torch.tensor(versions),
+        "rollout_index": torch.tensor([sample.rollout_index for sample in samples]),
+        "sampled_tokens": torch.tensor([row.sampled_tokens for row in rows]),
+        "rollout_sampled_tokens": torch.tensor([sample.rollout_sampled_tokens for sample in samples]),
+        "is_padding": torch.tensor(is_padding),
     }
-    for name, column in rows.items():
-        if isinstance(column, Tensor):
-            padded[name] = column
-        elif column is not None and name not in padded:
-            # nothing of a prompt is sampled
-            of_prompts = [torch.zeros(len(before)).to(row) for before, row in zip(moved, column, strict=True)]
-            padded[name] = _pad([torch.cat(parts) for parts in zip(of_prompts, column, strict=True)])
-    return padded
 
 
-def _pad(rows: list[Tensor], fill: float = 0, side: str = "right") -> Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+def _pad(
+    rows: Sequence[Sequence[float]], fill: float = 0, side: str = "right", dtype: torch.dtype = torch.int64
+) -> Tensor:
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=side)
 
 
 # -- packing ---------------------------------------------------------------------------------------------------------

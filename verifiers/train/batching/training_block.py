@@ -28,11 +28,9 @@ from verifiers.train.batching.micro_batches import (
     TensorDict,
     TrainingSample,
     all_micro_batches,
-    append_padding,
     balance_by_length,
     keep_micro_steps,
     pad_rows,
-    row_tensors,
     shuffle_tensor_dict,
     split_tensor_dict,
 )
@@ -80,8 +78,7 @@ class TrainingBlock:
     """One block, ready to train on.
 
     Attributes:
-        micro_steps: tensors by [micro-step][rank][micro-batch]: those of `row_tensors` and `pad_rows`, with
-            `token_weights` (R,) and `update_tokens`.
+        micro_steps: tensors by [micro-step][rank][micro-batch]: those of `pad_rows`, with `token_weights` (R,) and `update_tokens`.
         dropped: rollouts and rows that are not trained on, with their reasons.
     """
 
@@ -139,7 +136,7 @@ def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_tok
     unweighted = {rollout.key: 0.0 for rollout in block.rollouts if rollout.is_scored}
     samples, _ = block_samples(block, unweighted, args.max_seq_len)
     packing = _packing(samples, plan.steps_per_generation, plan, args)
-    return _packed(_with_padding(samples, packing, pad_token_id), packing, pad_token_id)
+    return _packed({"samples": _with_padding(samples, packing, pad_token_id)}, packing, pad_token_id)
 
 
 def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
@@ -402,16 +399,19 @@ def _pack_update(
 ) -> MicroSteps:
     """Order, split, weight and pad the rows of some micro-steps of an update of a given size."""
     packing = _packing(samples, micro_steps, plan, args)
-    rows = _with_padding(samples, packing, pad_token_id)
-    sampled_R = rows["sampled_tokens"]
-    tokens_R = torch.zeros(len(sampled_R), dtype=torch.float64)
+    whole = _with_padding(samples, packing, pad_token_id)
+    sampled_R = torch.tensor([sample.row.sampled_tokens for sample in whole])
+    rollout_R = torch.tensor([sample.rollout_sampled_tokens for sample in whole])
     cells = [[row for batch in of_rank for row in batch] for step in packing for of_rank in step]
+    cell_R = torch.zeros(len(whole), dtype=torch.float64)
     for cell in cells:
-        tokens_R[cell] = sampled_R[cell].sum().double()
+        cell_R[cell] = sampled_R[cell].sum().double()
     trained_in = sum(bool(sampled_R[cell].any()) for cell in cells)
-    weights_R = token_weights(UpdateRows(rows["rollout_sampled_tokens"], tokens_R, *size, trained_in), args)
-    rows |= {"token_weights": weights_R, "update_tokens": torch.tensor(float(max(size.tokens, 1)))}
-    return _packed(rows, packing, pad_token_id)
+    weights_R = token_weights(UpdateRows(rollout_R, cell_R, *size, trained_in), args)
+    update_tokens = torch.tensor(float(max(size.tokens, 1)))
+    return _packed(
+        {"samples": whole, "token_weights": weights_R, "update_tokens": update_tokens}, packing, pad_token_id
+    )
 
 
 def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:
@@ -428,14 +428,15 @@ def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPla
     return balance_by_length(lengths, micro_steps, plan.num_processes, limit)
 
 
-def _with_padding(samples: Sequence[TrainingSample], packing: Packing, pad_token_id: int) -> TensorDict:
+def _with_padding(samples: Sequence[TrainingSample], packing: Packing, pad_token_id: int) -> list[TrainingSample]:
     placed = sum(len(batch) for step in packing for of_rank in step for batch in of_rank)
-    return append_padding(row_tensors(samples), placed - len(samples), pad_token_id)
+    return [*samples, *[TrainingSample.padding(pad_token_id)] * (placed - len(samples))]
 
 
 def _packed(rows: TensorDict, packing: Packing, pad_token_id: int) -> MicroSteps:
     """Return the padded micro-batches of a packing, by [micro-step][rank][micro-batch]."""
     batches = [batch for step in packing for of_rank in step for batch in of_rank]
     order = [row for batch in batches for row in batch]
-    parts = iter(split_tensor_dict(shuffle_tensor_dict(rows, order), [len(batch) for batch in batches]))
-    return [[[pad_rows(next(parts), pad_token_id) for _ in of_rank] for of_rank in step] for step in packing]
+    parts = split_tensor_dict(shuffle_tensor_dict(rows, order), [len(batch) for batch in batches])
+    padded = iter([pad_rows(part.pop("samples"), pad_token_id) | part for part in parts])
+    return [[[next(padded) for _ in of_rank] for of_rank in step] for step in packing]

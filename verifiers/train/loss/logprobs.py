@@ -45,7 +45,6 @@ def head_log_probs(
     Args:
         model: whose output embeddings and config turn the states into logits. Weights that FSDP shards are gathered.
         states_NH: last hidden states, each of the position before its token.
-        ids_N: the tokens.
         temperature: divides the logits.
         outputs: "entropy" among them asks for entropies.
     """
@@ -99,7 +98,6 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
 
     Args:
         model: a causal language model of transformers, without adapter or wrapper; changed in place.
-        temperature: divides the logits.
         outputs: fields of the result that are computed: "log_probs", and "entropy" where asked for.
         in_float32: the head's product is in float32, whatever the model's.
     """

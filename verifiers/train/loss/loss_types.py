@@ -127,7 +127,7 @@ def clipped(terms: TokenTerms, args: LossSettings) -> Tensor:
 
 def capped(terms: TokenTerms, args: LossSettings) -> Tensor:
     """Return min(r, epsilon_high) A log pi, the first factor without gradient."""
-    return terms.ratio.detach().clamp(max=upper_epsilon(args)) * terms.advantage_RC * terms.logps_RC
+    return terms.ratio.detach().clamp(max=args.epsilon_high) * terms.advantage_RC * terms.logps_RC
 
 
 def softly_gated(terms: TokenTerms, args: LossSettings) -> Tensor:
@@ -141,14 +141,9 @@ def gamma_weighted(terms: TokenTerms, args: LossSettings) -> Tensor:
     return gamma_weights(terms, args) * terms.advantage_RC * terms.logps_RC
 
 
-def upper_epsilon(args: LossSettings) -> float:
-    """Return `epsilon_high`, or `epsilon` where it is not set."""
-    return args.epsilon if args.epsilon_high is None else args.epsilon_high
-
-
 def clip_range(args: LossSettings) -> tuple[float, float]:
     """Return the ratios between which the objective has a gradient whatever the advantage."""
-    return 1 - args.epsilon, 1 + upper_epsilon(args)
+    return 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
 
 
 @torch.no_grad()
@@ -183,7 +178,7 @@ def clip_ratios(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
 
 def cap_ratio(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     """Return which sampled tokens of a positive advantage are capped."""
-    return {"cispo_clip_ratio": terms.of_tokens((terms.ratio > upper_epsilon(args)) & (terms.advantage_RC > 0))}
+    return {"cispo_clip_ratio": terms.of_tokens((terms.ratio > args.epsilon_high) & (terms.advantage_RC > 0))}
 
 
 def gamma_means(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:

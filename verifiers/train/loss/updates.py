@@ -229,12 +229,9 @@ class FiniteUpdates:
         self._calls.append((loss.detach(), rollout_index_R, is_finite_R))
 
     def end_micro_step(self, loss: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the loss of the whole update with its last micro-step, for transformers to log; 0 until then.
+        """Return the loss of the whole update, times a scale, with its last micro-step, for transformers to log.
 
-        A loss that is not finite on any rank is 0 as well: `correct` leaves it out.
-
-        Args:
-            scale: with the last micro-step, the factor for the loss of all.
+        It is 0 until then, and where it is not finite on any rank: `correct` leaves that out.
         """
         self._losses.append(loss)
         if not self._accelerator.sync_gradients:
@@ -251,7 +248,6 @@ class FiniteUpdates:
 
         Args:
             optimizer: accelerate's. It reports the step as skipped where it is, so that the learning rate stays.
-            optimizer_step: steps before the update.
             norm: of the gradient; None where it is not known.
 
         Raises:
