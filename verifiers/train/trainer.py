@@ -262,7 +262,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.updates.reset()
         # a run that was stopped inside an update left other values
         self.last_block, self._step = None, 0
-        for values in (*self._metrics.values(), *self._logs.values()):
+        kept: list[Any] = [*self._metrics.values(), *self._logs.values()]
+        for values in kept:
             values.clear()
 
     def open(self) -> RolloutPrefetcher:

@@ -195,5 +195,5 @@ def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message
 
 
 def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="TrainingSample.padding"):
+    with pytest.raises(ConfigError, match=r"TrainingSample\.padding"):
         padded([])

@@ -78,7 +78,8 @@ class TrainingBlock:
     """One block, ready to train on.
 
     Attributes:
-        micro_steps: tensors by [micro-step][rank][micro-batch]: those of `pad_rows`, with `token_weights` (R,) and `update_tokens`.
+        micro_steps: tensors by [micro-step][rank][micro-batch]: those of `pad_rows`, `token_weights` (R,) and
+            `update_tokens`.
         dropped: rollouts and rows that are not trained on, with their reasons.
     """
 

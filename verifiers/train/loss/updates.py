@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -131,12 +130,11 @@ def _kind(name: str) -> str:
 
 def _join(found: _Found, more: _Found) -> None:
     for name, (total, count) in more.items():
-        if count and name in found:
-            before, counted = found[name]
-            joined = {"min": min, "max": max, "": operator.add}[_kind(name)](before, total)
-            found[name] = (joined, counted + count)
-        elif count:
-            found[name] = (total, count)
+        if not count:
+            continue
+        before, counted = found.get(name, (_REDUCTIONS[_kind(name)][1], 0.0))
+        both = {"min": min(before, total), "max": max(before, total), "": before + total}
+        found[name] = (both[_kind(name)], counted + count)
 
 
 # -- entropy ---------------------------------------------------------------------------------------------------------
