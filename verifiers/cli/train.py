@@ -123,8 +123,8 @@ def train(
     hide_library_bars()
     with contextlib.ExitStack() as stack:
         # left last: a server does not wait for it
-        evaluated = eval_env.values() if isinstance(eval_env, dict) else [eval_env or env]
-        stack.enter_context(_teardown_on_exit([env, *evaluated]))
+        evaluated = eval_env.values() if isinstance(eval_env, dict) else [eval_env]
+        stack.enter_context(_teardown_on_exit([env, *(one for one in evaluated if one is not None)]))
         if run.server.launch is not None and is_rank_0:
             config.server_url = stack.enter_context(
                 launched_server(
