@@ -112,7 +112,8 @@ class GRPOConfig(trl.GRPOConfig):
         report_to: logging integrations, as in transformers; none unless asked for.
         disable_dropout: dropout is off in every run, that of adapters too; False is refused.
 
-    Where there is no accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
+    `ddp_timeout` is raised to the longest that other processes may have to wait for rank 0. Where there is no
+    accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
     """
 
     num_batches_ahead: int = None  # type: ignore[assignment]
@@ -303,20 +304,13 @@ def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConf
         "max_steps": 500,
         "bf16": on_accelerator and torch.cuda.is_bf16_supported(),
         "max_grad_norm": 0.01,
-        "num_iterations": 1,
         "max_completion_length": 1024,
         "per_device_train_batch_size": 16,
         "num_generations": 16,
         "gradient_accumulation_steps": 4,
-        "save_strategy": "steps",
         "save_steps": 100,
-        "save_only_model": False,
         "logging_steps": 1,
-        "log_completions": False,
         "mask_truncated_completions": True,
-        "async_generation_timeout": 600.0,
-        "max_concurrent": 1024,
-        "report_to": "none",
     }
     return GRPOConfig(**{**values, **overrides})
 
