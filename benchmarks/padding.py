@@ -130,9 +130,9 @@ def cut(trainer: Any, block: Any, side: str) -> Any:
         return keep_micro_steps([1] * len(samples), micro_steps, 1, MicroBatchLimit())
 
     if side != "shuffled":
-        return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
+        return build_training_block(block, trainer.plan, trainer.args).micro_steps
     with patch("verifiers.train.batching.training_block._packing", shuffled):
-        return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
+        return build_training_block(block, trainer.plan, trainer.args).micro_steps
 
 
 def peak_bytes() -> int:

@@ -129,7 +129,7 @@ def update(
 def cut(trainer: Any, block: ScoredBlock, plan: BatchPlan, budget: int | None, **options: Any) -> MicroSteps:
     trainer.args.max_tokens_per_micro_batch = budget
     try:
-        batches = build_training_block(block, plan, trainer.args, 0, **options).micro_steps
+        batches = build_training_block(block, plan, trainer.args, **options).micro_steps
     finally:
         trainer.args.max_tokens_per_micro_batch = None
     if budget is not None:

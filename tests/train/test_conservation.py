@@ -37,7 +37,6 @@ from verifiers.types import RolloutKey, State
 
 PROMPTS = 24
 ROWS = [{"prompt": [{"role": "user", "content": f"q{index}"}], "answer": ""} for index in range(PROMPTS)]
-PAD = 0
 
 
 @dataclass(frozen=True)
@@ -172,10 +171,10 @@ class Loop:
                     if stream is None and not batches:
                         self.prefetcher.begin(block, step)
                         if self.sizes.streaming:
-                            stream = BlockStream(self.prefetcher, plan, self.args, PAD, block, step)
+                            stream = BlockStream(self.prefetcher, plan, self.args, block, step)
                         else:
                             taken = self.prefetcher.take(block, step)
-                            batches = self._finish(taken, build_training_block(taken, plan, self.args, PAD), step)
+                            batches = self._finish(taken, build_training_block(taken, plan, self.args), step)
                     if stream is not None and place.micro_step == len(batches):
                         batches.append(stream.next()[0])
                         if len(batches) == plan.steps_per_generation:

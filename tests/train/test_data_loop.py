@@ -101,7 +101,6 @@ def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch
             session,
             StageTimer(),
             beta=0.0,
-            pad_token_id=0,
             skip_zero_advantage=False,
             record=lambda block, trained, step: block_metrics(block, trained, PLAN, optimizer_step=step),
             log_block=lambda *_: None,

@@ -77,7 +77,6 @@ class DataLoop:
         timer: StageTimer,
         *,
         beta: float,
-        pad_token_id: int,
         skip_zero_advantage: bool,
         record: Callable[[ScoredBlock, TrainingBlock, int], dict[str, float]],
         log_block: Callable[[ScoredBlock, int, Sequence[Dropped]], None],
@@ -85,7 +84,7 @@ class DataLoop:
     ) -> None:
         self._plan, self._args, self._ranks, self._logprobs, self._session = plan, args, ranks, logprobs, session
         self.timer, self._beta = timer, beta
-        self._pad_token_id, self._skip_zero_advantage = pad_token_id, skip_zero_advantage
+        self._skip_zero_advantage = skip_zero_advantage
         self._record, self._log_block, self._log = record, log_block, log
         self.reset()
 
@@ -163,7 +162,7 @@ class DataLoop:
     def _rows_to_score(self, block_id: int, step: int) -> list[list[MicroBatch]]:
         """Wait for a whole block and share out its rows, whose KL is needed before there are advantages."""
         self._waiting = self._whole_block(block_id, step)
-        packed = rows_to_score(self._waiting, self._plan, self._args, self._pad_token_id)
+        packed = rows_to_score(self._waiting, self._plan, self._args)
         return [[batch for batches in steps for batch in batches] for steps in _by_rank(packed)]
 
     def _whole_block(self, block_id: int, step: int) -> ScoredBlock:
@@ -179,7 +178,6 @@ class DataLoop:
             block,
             self._plan,
             self._args,
-            self._pad_token_id,
             skip_zero_advantage=self._skip_zero_advantage,
             oldest_version=self._session.open().oldest_version(step),
             penalties=None if kl is None else {rollouts[place].key: weight * nats for place, (nats, _) in kl.items()},
@@ -193,8 +191,8 @@ class DataLoop:
     def _begin_stream(self, block_id: int, step: int) -> None:
         prefetcher = self._session.open()
         prefetcher.begin(block_id, step)
-        pad, skip = self._pad_token_id, self._skip_zero_advantage
-        self._stream = BlockStream(prefetcher, self._plan, self._args, pad, block_id, step, skip_zero_advantage=skip)
+        skip = self._skip_zero_advantage
+        self._stream = BlockStream(prefetcher, self._plan, self._args, block_id, step, skip_zero_advantage=skip)
 
     def _produce_streamed(self, position: Position) -> list[RankSteps]:
         """Wait for the next micro-step of the block that is being generated; only the first time it is trained."""

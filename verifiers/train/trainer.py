@@ -195,7 +195,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.session,
             self.timer,
             beta=self.beta,
-            pad_token_id=tokenizer.pad_token_id,
             skip_zero_advantage=only_advantages_matter(args, self.beta, self.aux_loss_enabled),
             record=self._record_block,
             log_block=self.directory.log_block,

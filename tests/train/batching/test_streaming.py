@@ -90,7 +90,7 @@ class Prefetcher:
 def streamed(block: ScoredBlock, plan: BatchPlan, args: Any, **options: Any) -> tuple[MicroSteps, list[float], Any]:
     """Return the micro-batches, the scale of each update's gradient, and what was dropped."""
     prefetcher: Any = Prefetcher(block, options.pop("oldest", None))
-    stream = BlockStream(prefetcher, plan, args, 0, block.block_id, 0, **options)
+    stream = BlockStream(prefetcher, plan, args, block.block_id, 0, **options)
     parts = [stream.next() for _ in range(plan.steps_per_generation)]
     scales = [scale for _, scale in parts if scale is not None]
     _, trained = stream.finish()
@@ -153,7 +153,7 @@ def test_a_streamed_update_weighs_every_token_as_the_whole_block_does(
     plan = a_plan(sizes)
     block, args = a_block(plan, seed), some_settings(loss_type)
     micro_steps, scales, dropped = streamed(block, plan, args, skip_zero_advantage=skip)
-    whole = build_training_block(block, plan, args, 0, skip_zero_advantage=skip)
+    whole = build_training_block(block, plan, args, skip_zero_advantage=skip)
     assert influence(micro_steps, scales, plan) == pytest.approx(influence(whole.micro_steps, [1.0], plan), rel=1e-5)
     assert sorted(map(str, dropped)) == sorted(map(str, whole.dropped))
 
@@ -225,7 +225,7 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
         if streams:
             micro_steps, scales, _ = streamed(block, plan, args)
         else:
-            micro_steps, scales = build_training_block(block, plan, args, 0).micro_steps, [1.0] * sizes["updates"]
+            micro_steps, scales = build_training_block(block, plan, args).micro_steps, [1.0] * sizes["updates"]
         found.append(influence(micro_steps, scales, plan))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)

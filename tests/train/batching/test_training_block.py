@@ -11,6 +11,7 @@ from verifiers.rollouts.recording_client import rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.micro_batches import (
+    PADDING,
     MicroBatch,
     TrainingSample,
     pad_rows,
@@ -19,8 +20,6 @@ from verifiers.train.batching.micro_batches import (
 )
 from verifiers.train.batching.training_block import Dropped, block_samples
 from verifiers.types import Outcome, RolloutKey
-
-PAD = 0
 
 
 def turn(prompt: list[int], completion: list[int], version: int = 0) -> Turn:
@@ -56,7 +55,7 @@ def mixed_samples() -> list[TrainingSample]:
 
 
 def padded(samples: list[TrainingSample], padding: int = 0) -> MicroBatch:
-    return pad_rows([*samples, *[TrainingSample.padding(PAD)] * padding], PAD)
+    return pad_rows([*samples, *[PADDING] * padding])
 
 
 def test_rows_are_padded_to_the_longest_of_them() -> None:
@@ -158,8 +157,8 @@ def test_a_row_without_sampled_tokens_is_skipped_beside_one_that_has_them() -> N
 
 
 def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
-    batch = pad_rows([TrainingSample.padding(5)] * 2, PAD)
-    assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[5], [5]]
+    batch = pad_rows([PADDING] * 2)
+    assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[0], [0]]
     for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("loss_mask", 0)):
         assert (batch[name] == value).all()
     for name, value in (("sampled_tokens", 0), ("rollout_index", -1), ("policy_versions", -1)):
@@ -169,9 +168,9 @@ def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
 
 
 def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
-    whole = {"samples": [*mixed_samples(), TrainingSample.padding(PAD)]}
+    whole = {"samples": [*mixed_samples(), PADDING]}
     split = split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))
-    parts = [pad_rows(part["samples"], PAD) for part in split]
+    parts = [pad_rows(part["samples"]) for part in split]
     assert [part["completion_ids"].tolist() for part in parts] == [
         [[6]],
         [[0, 0, 0, 0, 0], [3, 4, 9, 5, 6], [3, 4, 5, 0, 0]],
@@ -195,5 +194,5 @@ def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message
 
 
 def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"TrainingSample\.padding"):
+    with pytest.raises(ConfigError, match="PADDING"):
         padded([])

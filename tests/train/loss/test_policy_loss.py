@@ -151,7 +151,7 @@ def packed(args: GRPOConfig, ranks: int, micro_steps: int, forked: bool, skips: 
         max_steps=1,
         num_prompts=PROMPTS,
     )
-    return build_training_block(WORLD.block(forked), plan, args, 0, skip_zero_advantage=skips).micro_steps
+    return build_training_block(WORLD.block(forked), plan, args, skip_zero_advantage=skips).micro_steps
 
 
 def ours(args: GRPOConfig, micro_steps: MicroSteps) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -319,7 +319,7 @@ def test_an_update_of_padding_alone_has_loss_and_gradient_zero(loss_type: str) -
     args = config(loss_type, beta=0.1)
     plan = make_plan(per_device_train_batch_size=2, num_generations=2, max_steps=1, num_prompts=1)
     failed = [Rollout(RolloutKey(0, 0, one), Outcome.PROVIDER_ERROR, "p", "") for one in range(2)]
-    made = build_training_block(ScoredBlock(0, [Group(0, failed)]), plan, args, 0).micro_steps
+    made = build_training_block(ScoredBlock(0, [Group(0, failed)]), plan, args).micro_steps
     loss, gradient, metrics = ours(args, made)
     assert loss == 0
     assert (gradient == 0).all()

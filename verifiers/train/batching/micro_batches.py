@@ -33,6 +33,7 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import TokenSequence
 
 __all__ = [
+    "PADDING",
     "MicroBatch",
     "MicroBatchLimit",
     "MicroSteps",
@@ -65,6 +66,8 @@ Packing = list[list[list[list[int]]]]
 PADDING_LENGTH = 2
 """Tokens of a padding row."""
 
+_FILL = 0
+
 _PADDING = -1
 """`rollout_index` of a padding row, which belongs to no rollout; and its number until all are counted."""
 
@@ -84,15 +87,6 @@ class TrainingSample:
     rollout_index: int
     rollout_sampled_tokens: int
 
-    @classmethod
-    def padding(cls, token_id: int) -> TrainingSample:
-        """Return a padding row: one prompt and one completion token that attention sees and the loss does not.
-
-        A row masked whole would give NaN in some attention kernels. Any token id of the vocabulary does.
-        """
-        row = TokenSequence([token_id], [token_id], loss_mask=[0], logprobs=[0.0], versions=[-1])
-        return cls(row, 0.0, _PADDING, 0)
-
     @property
     def has_gradient(self) -> bool:
         """True where the advantage of a sampled token is not 0."""
@@ -105,18 +99,24 @@ class TrainingSample:
         return [next(given) if sampled else 0.0 for sampled in self.row.loss_mask]
 
 
+PADDING = TrainingSample(
+    TokenSequence([_FILL], [_FILL], loss_mask=[0], logprobs=[0.0], versions=[-1]), 0.0, _PADDING, 0
+)
+"""A padding row: one prompt and one completion token that attention sees and the loss does not.
+
+A row masked whole would give NaN in some attention kernels.
+"""
+
+
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def pad_rows(samples: Sequence[TrainingSample], pad_token_id: int) -> MicroBatch:
+def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
     """Pad the R rows of one micro-batch to rectangles of prompts (R, P) and completions (R, C).
 
     A prompt's tokens past the shortest prompt stand before the completion, masked out of the loss as an environment's
     tokens are, so a row is as long as the longest of them and nothing is padded on the left (but a padding row, whose
-    prompt is shorter).
-
-    Args:
-        pad_token_id: fills prompts on the left and completions on the right.
+    prompt is shorter). Attention sees no fill, so any token id does.
 
     Returns:
         CPU tensors by name, int64 where nothing else is said:
@@ -133,7 +133,7 @@ def pad_rows(samples: Sequence[TrainingSample], pad_token_id: int) -> MicroBatch
         ConfigError: there is no row, or one has an empty prompt or completion, or lists of different lengths.
     """
     if not samples:
-        raise ConfigError("no rows to pad; `TrainingSample.padding` stands where a rank has nothing to train on")
+        raise ConfigError("no rows to pad; `PADDING` stands where a rank has nothing to train on")
     rows = [sample.row for sample in samples]
     for row in rows:
         lengths = [len(row.completion_ids), len(row.loss_mask), len(row.logprobs)]
@@ -159,9 +159,9 @@ def pad_rows(samples: Sequence[TrainingSample], pad_token_id: int) -> MicroBatch
     )
     versions = [-1 if padding else row.oldest_version for row, padding in zip(rows, is_padding, strict=True)]
     return {
-        "prompt_ids": _pad(kept, pad_token_id, "left"),
-        "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], 0, "left"),
-        "completion_ids": _pad(whole, pad_token_id),
+        "prompt_ids": _pad(kept, "left"),
+        "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], "left"),
+        "completion_ids": _pad(whole),
         "completion_mask": _pad([[1] * len(ids) for ids in whole]),
         "loss_mask": of_completions((row.loss_mask for row in rows), torch.int64),
         "sampler_logps": of_completions(sampled_logps, torch.float32),
@@ -174,11 +174,9 @@ def pad_rows(samples: Sequence[TrainingSample], pad_token_id: int) -> MicroBatch
     }
 
 
-def _pad(
-    rows: Sequence[Sequence[float]], fill: float = 0, side: str = "right", dtype: torch.dtype = torch.int64
-) -> Tensor:
+def _pad(rows: Sequence[Sequence[float]], side: str = "right", dtype: torch.dtype = torch.int64) -> Tensor:
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=_FILL, padding_side=side)
 
 
 # -- packing ---------------------------------------------------------------------------------------------------------

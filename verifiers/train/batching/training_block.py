@@ -21,6 +21,7 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
 from verifiers.train.batching.micro_batches import (
+    PADDING,
     MicroBatch,
     MicroBatchLimit,
     MicroSteps,
@@ -99,7 +100,6 @@ def build_training_block(
     block: ScoredBlock,
     plan: BatchPlan,
     args: GRPOConfig,
-    pad_token_id: int,
     *,
     skip_zero_advantage: bool = False,
     oldest_version: int | None = None,
@@ -125,11 +125,11 @@ def build_training_block(
     for update in range(plan.steps_per_generation // number):
         counted = [one for one in samples if place[one.rollout_index] // plan.completions_per_update == update]
         trained = [sample for sample in counted if sample.rollout_index not in picked.skipped]
-        micro_steps += _pack_update(trained, _UpdateSize.of(counted), number, plan, args, pad_token_id)
+        micro_steps += _pack_update(trained, _UpdateSize.of(counted), number, plan, args)
     return TrainingBlock(block.block_id, micro_steps, picked.advantages, picked.dropped + _replaced(block))
 
 
-def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int) -> MicroSteps:
+def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig) -> MicroSteps:
     """Pack the rows of every scored rollout, for log-probs that are needed before there are advantages.
 
     Rows that `max_seq_len` drops are left out.
@@ -137,7 +137,7 @@ def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_tok
     unweighted = {rollout.key: 0.0 for rollout in block.rollouts if rollout.is_scored}
     samples, _ = block_samples(block, unweighted, args.max_seq_len)
     packing = _packing(samples, plan.steps_per_generation, plan, args)
-    return _packed({"samples": _with_padding(samples, packing, pad_token_id)}, packing, pad_token_id)
+    return _packed({"samples": _with_padding(samples, packing)}, packing)
 
 
 def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
@@ -175,13 +175,12 @@ class BlockStream:
         prefetcher: RolloutPrefetcher,
         plan: BatchPlan,
         args: GRPOConfig,
-        pad_token_id: int,
         block_id: int,
         optimizer_step: int,
         *,
         skip_zero_advantage: bool = False,
     ) -> None:
-        self._prefetcher, self._plan, self._args, self._pad_token_id = prefetcher, plan, args, pad_token_id
+        self._prefetcher, self._plan, self._args = prefetcher, plan, args
         self._block_id, self.optimizer_step = block_id, optimizer_step
         self._skip_zero_advantage = skip_zero_advantage
         self.block: ScoredBlock | None = None
@@ -210,7 +209,7 @@ class BlockStream:
         planned = plan.completions_per_update
         # near the actual number of tokens, so that losses before they are scaled are of their usual size
         provisional = _UpdateSize(planned, planned * (args.max_completion_length or 1))
-        (by_rank,) = _pack_update(samples, provisional, 1, plan, args, self._pad_token_id)
+        (by_rank,) = _pack_update(samples, provisional, 1, plan, args)
         self._micro_steps.append(by_rank)
         if (number + 1) % plan.gradient_accumulation_steps:
             return by_rank, None
@@ -396,11 +395,10 @@ def _pack_update(
     micro_steps: int,
     plan: BatchPlan,
     args: GRPOConfig,
-    pad_token_id: int,
 ) -> MicroSteps:
     """Order, split, weight and pad the rows of some micro-steps of an update of a given size."""
     packing = _packing(samples, micro_steps, plan, args)
-    whole = _with_padding(samples, packing, pad_token_id)
+    whole = _with_padding(samples, packing)
     sampled_R = torch.tensor([sample.row.sampled_tokens for sample in whole])
     rollout_R = torch.tensor([sample.rollout_sampled_tokens for sample in whole])
     cells = [[row for batch in of_rank for row in batch] for step in packing for of_rank in step]
@@ -410,9 +408,7 @@ def _pack_update(
     trained_in = sum(bool(sampled_R[cell].any()) for cell in cells)
     weights_R = token_weights(UpdateRows(rollout_R, cell_R, *size, trained_in), args)
     update_tokens = torch.tensor(float(max(size.tokens, 1)))
-    return _packed(
-        {"samples": whole, "token_weights": weights_R, "update_tokens": update_tokens}, packing, pad_token_id
-    )
+    return _packed({"samples": whole, "token_weights": weights_R, "update_tokens": update_tokens}, packing)
 
 
 def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:
@@ -429,15 +425,15 @@ def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPla
     return balance_by_length(lengths, micro_steps, plan.num_processes, limit)
 
 
-def _with_padding(samples: Sequence[TrainingSample], packing: Packing, pad_token_id: int) -> list[TrainingSample]:
+def _with_padding(samples: Sequence[TrainingSample], packing: Packing) -> list[TrainingSample]:
     placed = sum(len(batch) for step in packing for of_rank in step for batch in of_rank)
-    return [*samples, *[TrainingSample.padding(pad_token_id)] * (placed - len(samples))]
+    return [*samples, *[PADDING] * (placed - len(samples))]
 
 
-def _packed(rows: TensorDict, packing: Packing, pad_token_id: int) -> MicroSteps:
+def _packed(rows: TensorDict, packing: Packing) -> MicroSteps:
     """Return the padded micro-batches of a packing, by [micro-step][rank][micro-batch]."""
     batches = [batch for step in packing for of_rank in step for batch in of_rank]
     order = [row for batch in batches for row in batch]
     parts = split_tensor_dict(shuffle_tensor_dict(rows, order), [len(batch) for batch in batches])
-    padded = iter([pad_rows(part.pop("samples"), pad_token_id) | part for part in parts])
+    padded = iter([pad_rows(part.pop("samples")) | part for part in parts])
     return [[[next(padded) for _ in of_rank] for of_rank in step] for step in packing]
