@@ -104,16 +104,16 @@ def cut(trainer: Any, block: Any, side: str) -> Any:
     """Return a block's micro-batches by micro-step and rank."""
     from unittest.mock import patch
 
-    from verifiers.train.batching.packing import MicroBatchLimit, keep_micro_steps
+    from verifiers.train.batching.micro_batches import MicroBatchLimit, keep_micro_steps
     from verifiers.train.batching.training_block import build_training_block
 
     def shuffled(lengths: list[int], micro_steps: int, plan: Any, args: Any) -> Any:
         return keep_micro_steps([1] * len(lengths), micro_steps, 1, MicroBatchLimit())
 
     if side != "shuffled":
-        return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
+        return build_training_block(block, trainer.plan, trainer.args).micro_steps
     with patch("verifiers.train.batching.training_block._packing", shuffled):
-        return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
+        return build_training_block(block, trainer.plan, trainer.args).micro_steps
 
 
 def peak_bytes() -> int:
@@ -125,7 +125,7 @@ def train(side: str, kind: str, completions: int, budget: int) -> dict[str, Any]
     """Train two updates of a side; the second is timed."""
     import torch
 
-    from verifiers.train.batching.packing import packing_metrics
+    from verifiers.train.batching.micro_batches import packing_metrics
 
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make_trainer(scratch, completions, budget if side == "budget" else None)

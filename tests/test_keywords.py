@@ -11,7 +11,7 @@ import pytest
 import verifiers as vf
 from verifiers.keywords import warn_once
 from verifiers.testing import FakeClient
-from verifiers.train.planned_run import planned_run
+from verifiers.train.run_plan import plan_batches
 
 ROWS = [{"question": "2+2?", "answer": "4"}]
 
@@ -117,7 +117,7 @@ def test_a_rubric_without_functions_is_logged_where_it_scores_and_refused_in_tra
 ) -> None:
     env = vf.SingleTurnEnv(dataset=ROWS, eval_dataset=ROWS)
     with pytest.raises(vf.ConfigError, match=r"rubric has no reward function.* rubric=Rubric\(funcs="):
-        planned_run(None, env)  # type: ignore[arg-type]
+        plan_batches(None, env)  # type: ignore[arg-type]
     assert caplog.messages == []
     env.evaluate_sync(FakeClient(), "m", score_rollouts=False)
     assert caplog.messages == []

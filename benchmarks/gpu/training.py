@@ -66,7 +66,7 @@ def ours(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -> 
     rows = [{"question": "w1", "answer": "w2"}] * rollouts
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[_no_reward]))
     trainer = GRPOTrainer(model, env, args, make_tokenizer(), client=Endpoint(url))
-    block = build_training_block(block_of(longest, rollouts), trainer.plan, trainer.args, 0)
+    block = build_training_block(block_of(longest, rollouts), trainer.plan, trainer.args)
     return trainer, [{"micro_batches": micro_batches} for (micro_batches,) in block.micro_steps]
 
 

@@ -32,7 +32,7 @@ from verifiers_embedded.routes.app import Routes
 import verifiers as vf
 from verifiers.cli.main import run_command
 from verifiers.inference.server_pool import WeightUpdate
-from verifiers.train.run_lifecycle import RolloutSession
+from verifiers.train.batching.rollout_session import RolloutSession
 
 # a thread of tqdm's own, which outlives its bars
 tqdm.tqdm.monitor_interval = 0

@@ -18,7 +18,7 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.checkpoint import load_pending_blocks
-from verifiers.train.planned_run import planned_run
+from verifiers.train.run_plan import plan_batches
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +102,11 @@ def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_pat
     plain = member(vf.SingleTurnEnv)
     group = vf.EnvGroup([plain, vf.EnvGroup([member(Staged), plain], ["staged", "other"])], ["plain", "inner"])
     with pytest.raises(ConfigError, match=r"environment 'staged' of the group brings a curriculum of its own"):
-        planned_run(args, group)
+        plan_batches(args, group)
     given = staged_curriculum_from({"stages": [{"name": "a", "datasets": ["plain", "inner"]}]})
-    assert isinstance(planned_run(args, group, given).source, StagedRows)
-    assert planned_run(args, member(Staged)).source is Staged.row_source
-    assert planned_run(args, vf.EnvGroup([plain, plain], ["a", "b"])).source is None
+    assert isinstance(plan_batches(args, group, given).source, StagedRows)
+    assert plan_batches(args, member(Staged)).source is Staged.row_source
+    assert plan_batches(args, vf.EnvGroup([plain, plain], ["a", "b"])).source is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.batching.packing import MicroSteps, all_micro_batches, padded_tokens
+from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches, padded_tokens
 from verifiers.train.batching.training_block import build_training_block
 from verifiers.types import Outcome, RolloutKey
 
@@ -114,7 +114,7 @@ def update(
         assert trainer.accelerator.sync_gradients
         if ranks == 1:
             trainer.entropy_bonus.end_update()
-        measured = trainer.loss_metrics.take(lambda own: [own])
+        measured = trainer.loss_metrics.take(trainer.ranks)
         if ranks == 1:
             logged = measured
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]) / ranks
@@ -125,7 +125,7 @@ def update(
 def cut(trainer: Any, block: ScoredBlock, plan: BatchPlan, budget: int | None, **options: Any) -> MicroSteps:
     trainer.args.max_tokens_per_micro_batch = budget
     try:
-        batches = build_training_block(block, plan, trainer.args, 0, **options).micro_steps
+        batches = build_training_block(block, plan, trainer.args, **options).micro_steps
     finally:
         trainer.args.max_tokens_per_micro_batch = None
     if budget is not None:

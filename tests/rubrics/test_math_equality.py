@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
-from verifiers.rubrics.math_equality import MathVerdict, answer_text, exact_match, math_verdict
+from verifiers.rubrics.math_equality import MathVerdict, answer_text, exact_match, math_verdict, math_verdict_blocking
 
 RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
 

@@ -29,16 +29,14 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeClient
 from verifiers.testing.script import END_ID
 from verifiers.train.batching.advantages import has_zero_variance
-from verifiers.train.batching.prefetch import RolloutPrefetcher
-from verifiers.train.batching.streaming import BlockStream
-from verifiers.train.batching.training_block import TrainingBlock, build_training_block
+from verifiers.train.batching.rollout_session import RolloutPrefetcher
+from verifiers.train.batching.training_block import BlockStream, TrainingBlock, build_training_block
 from verifiers.train.checkpoint.block_log import block_record
 from verifiers.train.checkpoint.checkpoint import load_pending_blocks, save_pending_blocks
 from verifiers.types import RolloutKey, State
 
 PROMPTS = 24
 ROWS = [{"prompt": [{"role": "user", "content": f"q{index}"}], "answer": ""} for index in range(PROMPTS)]
-PAD = 0
 
 
 @dataclass(frozen=True)
@@ -173,12 +171,12 @@ class Loop:
                     if stream is None and not batches:
                         self.prefetcher.begin(block, step)
                         if self.sizes.streaming:
-                            stream = BlockStream(self.prefetcher, plan, self.args, PAD, block, step)
+                            stream = BlockStream(self.prefetcher, plan, self.args, block, step)
                         else:
                             taken = self.prefetcher.take(block, step)
-                            batches = self._finish(taken, build_training_block(taken, plan, self.args, PAD), step)
+                            batches = self._finish(taken, build_training_block(taken, plan, self.args), step)
                     if stream is not None and place.micro_step == len(batches):
-                        batches.append(stream.next().by_rank)
+                        batches.append(stream.next()[0])
                         if len(batches) == plan.steps_per_generation:
                             self._finish(*stream.finish(), block * plan.updates_per_block)
                     self.done.rows.append((block, texts_in(batches[place.micro_step], plan.num_processes)))

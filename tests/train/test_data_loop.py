@@ -1,4 +1,4 @@
-"""The data loop on two ranks, each a thread: what each trains, and what is logged of it."""
+"""The data loop: what each of two ranks trains, what is logged of it, and where a run may stop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import TrainerControl, TrainerState
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.findings import LearningSignal
@@ -18,9 +19,9 @@ from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages
 from verifiers.train.batching.block_metrics import block_metrics
-from verifiers.train.batching.collate import MicroBatch
+from verifiers.train.batching.micro_batches import MicroBatch
 from verifiers.train.config import GRPOConfig
-from verifiers.train.data_loop import DataLoop
+from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks
 from verifiers.types import Outcome, RolloutKey
 
 PLAN = make_plan(
@@ -90,17 +91,17 @@ def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch
 
     def run(rank: int) -> list[MicroBatch]:
         ranks: Any = RankOfTwo(meeting, rank)
+        session: Any = SimpleNamespace(open=lambda: prefetcher, copy_of=lambda step: None)
         logprobs: Any = SimpleNamespace(of_reference=reference)
         loop = DataLoop(
             PLAN,
             args,
             ranks,
             logprobs,
+            session,
+            StageTimer(),
             beta=0.0,
-            timer=StageTimer(),
-            pad_token_id=0,
             skip_zero_advantage=False,
-            prefetcher=lambda: prefetcher,
             record=lambda block, trained, step: block_metrics(block, trained, PLAN, optimizer_step=step),
             log_block=lambda *_: None,
             log=logged[rank].update,
@@ -167,3 +168,47 @@ def test_the_kl_of_a_rollout_is_subtracted_from_its_reward_whichever_ranks_train
     assert logged[0]["reward/kl_penalty"] == pytest.approx(0.5 * sum(kl) / 8, abs=1e-6)
     assert logged[0]["reward"] == pytest.approx(0.5), "what the environment gave"
     torch.testing.assert_close(penalised[1], 0.9)
+
+
+# -- stops -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at() -> StopsBetweenBlocks:
+    return StopsBetweenBlocks(updates_per_block=4)
+
+
+def after(callback: StopsBetweenBlocks, event: str, step: int, **asked: bool) -> tuple[bool, bool]:
+    """Return whether the run stops, and saves, after an event at which a callback asked for it."""
+    control = TrainerControl(**asked)
+    state = TrainerState(global_step=step, max_steps=10)
+    getattr(callback, event)(None, state, control)
+    return control.should_training_stop, control.should_save
+
+
+def test_a_stop_between_blocks_is_left_alone(at: StopsBetweenBlocks) -> None:
+    assert after(at, "on_step_end", 4, should_training_stop=True) == (True, False)
+    assert after(at, "on_step_end", 8) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("event", "step"), [("on_step_end", 2), ("on_log", 3), ("on_evaluate", 1), ("on_save", 1), ("on_substep_end", 0)]
+)
+def test_a_stop_inside_a_block_waits_for_its_end_and_a_save_comes_with_it(
+    at: StopsBetweenBlocks, event: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    at.on_train_begin(None, TrainerState(global_step=step, max_steps=10), None)
+    assert after(at, event, step, should_training_stop=True, should_save=True) == (False, False)
+    assert after(at, event, step, should_training_stop=True) == (False, False)
+    assert after(at, "on_step_end", 3) == (False, False)
+    assert after(at, "on_step_end", 4) == (True, True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a callback stops the run inside a block: it ends at step 4, when the block has been trained."
+    ]
+
+
+def test_a_run_may_end_inside_its_last_block_and_a_new_one_knows_nothing_of_it(at: StopsBetweenBlocks) -> None:
+    assert after(at, "on_step_end", 10, should_training_stop=True, should_save=True) == (True, True)
+    after(at, "on_step_end", 9, should_training_stop=True)
+    at.on_train_begin(None, TrainerState(), None)
+    assert after(at, "on_step_end", 4) == (False, False)

@@ -26,7 +26,7 @@ class Parts:
         self.began_at: int | None = None
         ranks = Ranks(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True))
         args: Any = SimpleNamespace(output_dir=root, save_only_model=False, save_strategy="steps")
-        directory = RunDirectory(args, PLAN, ranks, None, None, checksums=dict, state=dict, blocks=tuple)
+        directory = RunDirectory(args, PLAN, ranks, None, None, checksums=dict, blocks=tuple)
         self._servers = servers
         parts: Any = (PLAN, ranks, directory, self, self, self)
         self.lifecycle = RunLifecycle(*parts)

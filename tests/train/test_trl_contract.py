@@ -24,7 +24,7 @@ from transformers import Trainer
 from trl.trainer.utils import RepeatSampler as TrlRepeatSampler
 
 from verifiers.data.sampler import RepeatSampler
-from verifiers.train.loss import entropy_bonus
+from verifiers.train.loss import updates
 from verifiers.train.loss.loss_types import LOSS_TYPES
 from verifiers.train.trainer import GRPOTrainer
 
@@ -86,7 +86,7 @@ def test_no_other_private_name_is_used() -> None:
     private = {name for name in foreign | overridden if name.startswith("_") and not name.startswith("__")}
     assert private <= PRIVATE_NAMES | PRIVATE_NAMES_OF_TRANSFORMERS
     # the parts get the trainer itself in one place more
-    assert "self._trainer._last_world_entropy" in inspect.getsource(entropy_bonus)
+    assert "self._trainer._last_world_entropy" in inspect.getsource(updates.EntropyBonus)
 
 
 def test_a_micro_step_is_one_call_of_the_loss_and_one_backward_pass() -> None:

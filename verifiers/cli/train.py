@@ -70,13 +70,10 @@ def train(
     from verifiers.train.checkpoint.checkpoint import model_name
     from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults
-    from verifiers.train.evaluation.eval_sets import choose_eval_sets
     from verifiers.train.models import check_model_exists, check_model_path
-    from verifiers.train.planned_run import planned_run
-    from verifiers.train.processes.distributed import on_rank_0
+    from verifiers.train.processes.distributed import Ranks
     from verifiers.train.processes.launch import installed_servers
-    from verifiers.train.validation.eval_settings import check_eval_sets
-    from verifiers.train.validation.host_settings import check_start
+    from verifiers.train.run_plan import plan_run
 
     check_model_path(run.model.path)
     known = {"embedded", "vllm", *installed_servers()}
@@ -94,19 +91,15 @@ def train(
         raise ConfigError(f"{run_file}: [trainer]: {error}") from error
     played, played_eval = in_workers(run, env, eval_env, config.grading_timeout)
     curriculum = run.curriculum_of(config.seed if config.data_seed is None else config.data_seed)
-    plan = planned_run(config, env, curriculum, warn=dry_run)
-    eval_sets = choose_eval_sets(env, None, eval_env)
-    check_eval_sets(config, eval_sets)
-    check_start(config)
+    plan = plan_run(config, played, curriculum, eval_env=played_eval)
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     if dry_run:
         if is_rank_0:
-            print(plan.describe())
+            print(plan.batches.describe())
         return DONE
-    state = config.distributed_state
     output_dir = str(config.output_dir)
-    of = (plan, env.get_dataset(), model_name(run.model.path))
-    done = None if fresh else on_rank_0(state, lambda: finished_steps(output_dir, *of))
+    of = (plan.batches, env.get_dataset(), model_name(run.model.path))
+    done = None if fresh else Ranks(config.distributed_state).on_rank_0(lambda: finished_steps(output_dir, *of))
     if done is not None:
         if is_rank_0:
             print(f"finished: {done} steps in {output_dir}; --fresh starts again at step 0")
@@ -120,7 +113,8 @@ def train(
     hide_library_bars()
     with contextlib.ExitStack() as stack:
         # left last: a server does not wait for it
-        stack.enter_context(_teardown_on_exit([env, *(part.env for part in eval_sets)]))
+        evaluated = eval_env.values() if isinstance(eval_env, dict) else [eval_env]
+        stack.enter_context(_teardown_on_exit([env, *(one for one in evaluated if one is not None)]))
         if run.server.launch is not None and is_rank_0:
             config.server_url = stack.enter_context(
                 launched_server(
@@ -130,12 +124,11 @@ def train(
                     start_timeout_s=run.server.start_timeout,
                 )
             )
-        if (line := share_cores(config)) and is_rank_0:
+        overlaps = config.shares_cores and config.num_batches_ahead > 0
+        if (line := share_cores(overlaps=overlaps)) and is_rank_0:
             print(line, flush=True)
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
-        trainer = GRPOTrainer(
-            run.model.path, played, config, peft_config=peft_config, curriculum=curriculum, eval_env=played_eval
-        )
+        trainer = GRPOTrainer(run.model.path, played, config, peft_config=peft_config, plan=plan)
         trainer.train(resume_from_checkpoint=not fresh)
         trainer.save_model()
         if is_rank_0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +15,13 @@ import torch
 import trl
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
-from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import is_loopback
-from verifiers.train.validation.eval_settings import adjust_evaluation
-from verifiers.train.validation.process_settings import adjust_ddp_timeout
-from verifiers.train.validation.run_settings import refuse_bad_settings, refuse_unsupported_fields
-from verifiers.train.validation.sampling_args import refuse_biased_sampling
+from verifiers.train.conflicts import longest_wait_s, refuse_biased_sampling, refuse_conflicts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["GRPOConfig", "grpo_defaults", "lora_defaults"]
+__all__ = ["GRPOConfig", "grpo_defaults", "lora_defaults", "setting_name"]
 
 
 @dataclass
@@ -115,7 +112,8 @@ class GRPOConfig(trl.GRPOConfig):
         report_to: logging integrations, as in transformers; none unless asked for.
         disable_dropout: dropout is off in every run, that of adapters too; False is refused.
 
-    Where there is no accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
+    `ddp_timeout` is raised to the longest that other processes may have to wait for rank 0. Where there is no
+    accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
     """
 
     num_batches_ahead: int = None  # type: ignore[assignment]
@@ -169,33 +167,26 @@ class GRPOConfig(trl.GRPOConfig):
     disable_dropout: bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        refuse_bad_settings(self)
+        refuse_conflicts(self)
         # TRL would start an engine or a client of its own; ours is the rollout server's
         self.use_vllm = False
         self._refuse_indivisible_sizes()
         self._adjust_device()
         self._name_server()
-        self.num_batches_ahead = self._blocks_ahead(self.num_batches_ahead)
+        # overlap wins nothing on shared cores, and costs the steps that stale tokens teach less in
+        given: int | None = self.num_batches_ahead
+        self.num_batches_ahead = given if given is not None else 0 if self.shares_cores else 1
         if self.num_generations_eval is None:
             self.num_generations_eval = 1
-        adjust_evaluation(self)
-        refuse_unsupported_fields(self)
-        adjust_ddp_timeout(self)
+        best = self.load_best_model_at_end or setting_name(self.save_strategy) == "best"
+        if self.metric_for_best_model is None and (best or self.rate_needs_metric):
+            self.metric_for_best_model = "eval_reward"
+        self.ddp_timeout = max(self.ddp_timeout, longest_wait_s(self))
         # TRL demands that its own evaluation batch divides; ours goes through the rollout server instead
         self.per_device_eval_batch_size = self.num_generations_eval
         super().__post_init__()
-        refuse_biased_sampling(self)
-        if self.old_logprobs_on_rollout_device and self.rollout_device is None:
-            raise ConfigError("old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.")
-        if self.old_logprobs_on_rollout_device and self.cast_lm_head_to_fp32:
-            raise ConfigError(
-                "old_logprobs_on_rollout_device and cast_lm_head_to_fp32 do not go together: the copy has numbers of "
-                "one kind, so its log-probs would not be the policy's; leave one of the two out."
-            )
-        if self.rollout_cuda_graphs and not str(self.rollout_device).startswith("cuda"):
-            raise ConfigError(
-                f"rollout_cuda_graphs needs a GPU as rollout_device, such as 'cuda:1'; it is {self.rollout_device!r}."
-            )
+        own = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        refuse_biased_sampling(self, "the trainer", own)
 
     def _adjust_device(self) -> None:
         """Turn off half precision and recomputation where there is no accelerator."""
@@ -218,10 +209,6 @@ class GRPOConfig(trl.GRPOConfig):
             root = self.vllm_server_base_url or f"http://{host}:{self.vllm_server_port}"
             self.server_url = root.rstrip("/").removesuffix("/v1") + "/v1"
 
-    def _blocks_ahead(self, given: int | None) -> int:
-        # overlap wins nothing on shared cores, and costs the steps that stale tokens teach less in
-        return given if given is not None else 0 if self.shares_cores else 1
-
     @property
     def shares_cores(self) -> bool:
         """True where the trainer and the rollout servers that the settings name compute on one machine's CPU."""
@@ -236,6 +223,24 @@ class GRPOConfig(trl.GRPOConfig):
         """True where tokens may come from older weights than those that they are first trained under."""
         several = (self.steps_per_generation or 1) > self.gradient_accumulation_steps
         return self.num_batches_ahead > 0 or (self.streaming and several)
+
+    @property
+    def rate_needs_metric(self) -> bool:
+        """True where training cannot continue before an evaluation ends, as its result sets the learning rate."""
+        return setting_name(self.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy")
+
+    def replacement_groups(self, prompts_per_block: int) -> int:
+        """Return how many prompts may replace the zero-variance groups of a block."""
+        if not self.dynamic_sampling:
+            return 0
+        most = self.dynamic_sampling_max_groups
+        return 2 * prompts_per_block if most is None else most
+
+    def template_options(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of chat templates: those of an environment's `extra_body`, then the trainer's."""
+        # a string was read as JSON when the config was made
+        options: Any = self.chat_template_kwargs or {}
+        return {**(extra.get("chat_template_kwargs") or {}), **options}
 
     def _refuse_indivisible_sizes(self) -> None:
         """Check sizes before TRL does: the plan's message names the nearest sizes that divide."""
@@ -274,6 +279,11 @@ class GRPOConfig(trl.GRPOConfig):
         return dataclasses.replace(plan, max_steps=blocks * plan.updates_per_block)
 
 
+def setting_name(value: object) -> str:
+    """Return a setting as it is written: transformers turns some into enums."""
+    return str(getattr(value, "value", value))
+
+
 def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConfig:
     """Return the classic recipe as a config: a start that suits small instruction-tuned models.
 
@@ -294,20 +304,13 @@ def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConf
         "max_steps": 500,
         "bf16": on_accelerator and torch.cuda.is_bf16_supported(),
         "max_grad_norm": 0.01,
-        "num_iterations": 1,
         "max_completion_length": 1024,
         "per_device_train_batch_size": 16,
         "num_generations": 16,
         "gradient_accumulation_steps": 4,
-        "save_strategy": "steps",
         "save_steps": 100,
-        "save_only_model": False,
         "logging_steps": 1,
-        "log_completions": False,
         "mask_truncated_completions": True,
-        "async_generation_timeout": 600.0,
-        "max_concurrent": 1024,
-        "report_to": "none",
     }
     return GRPOConfig(**{**values, **overrides})
 

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
+from transformers import TrainerCallback
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
 from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.stage_timer import STAGES
-from verifiers.train.monitor import RunMonitor, RunView
+from verifiers.train.monitor import RunMonitor
 
-__all__ = ["ProgressLines", "can_draw", "format_seconds"]
+__all__ = ["ProgressLines", "can_draw", "format_seconds", "shown"]
+
+
+@contextlib.contextmanager
+def shown(monitor: RunMonitor, callbacks: Sequence[Any]) -> Iterator[None]:
+    """Show a run by the `ProgressLines` among its callbacks, and close its record, however it ends."""
+    views = [callback for callback in callbacks if isinstance(callback, ProgressLines)]
+    for view in views:
+        view.show(monitor)
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        for view in views:
+            view.end_table()
+        report = monitor.end(failure)
+        for view in views:
+            view.end(report)
 
 
 def format_seconds(seconds: float) -> str:
@@ -34,7 +56,7 @@ def can_draw(stream: TextIO) -> bool:
     return not Console(file=stream).is_dumb_terminal
 
 
-class ProgressLines(RunView):
+class ProgressLines(TrainerCallback):
     """The display of where a run is and where its time goes; rank 0 only.
 
     On a terminal a table that is refreshed in place, unless `disable_tqdm` is set; elsewhere a line a log step with
@@ -42,16 +64,12 @@ class ProgressLines(RunView):
     """
 
     def __init__(self, plan: BatchPlan, stream: TextIO | None = None) -> None:
-        self.plan = plan
+        self.plan, self._stream = plan, stream
         self._monitor: RunMonitor | None = None
-        self._stream = stream
         self._table: LiveTable | None = None
         self._had_table = False
-        self._started = 0.0
-        self._first_step = 0
-        self._logged_step = 0
-        self._tokens = 0.0
-        self._failed = 0.0
+        self._started = self._tokens = self._failed = 0.0
+        self._first_step = self._logged_step = 0
         self._state: Any = None
 
     def show(self, monitor: RunMonitor) -> None:

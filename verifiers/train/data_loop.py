@@ -6,27 +6,31 @@ micro-step of which block is next follows from the optimizer step alone.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from verifiers.data.batch_plan import BatchPlan, Position
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import Dropped, rollout_tokens
-from verifiers.train.batching.packing import MicroBatch, MicroSteps, all_micro_batches, packing_metrics
-from verifiers.train.batching.prefetch import RolloutPrefetcher
-from verifiers.train.batching.streaming import BlockStream
-from verifiers.train.batching.training_block import TrainingBlock, build_training_block, rows_to_score
+from verifiers.train.batching.micro_batches import MicroBatch, MicroSteps, all_micro_batches, packing_metrics
+from verifiers.train.batching.rollout_session import RolloutSession
+from verifiers.train.batching.training_block import (
+    BlockStream,
+    Dropped,
+    TrainingBlock,
+    build_training_block,
+    rows_to_score,
+)
 from verifiers.train.checkpoint.block_log import ranges_by_example
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.logprobs import PolicyLogprobs
-from verifiers.train.loss.reward_penalty import RewardPenalty
 from verifiers.train.processes.distributed import Ranks
 
 __all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch", "reward_of_the_environment"]
@@ -34,8 +38,7 @@ __all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch", "reward_of_the_envir
 logger = logging.getLogger("verifiers.train")
 
 
-@dataclass(frozen=True, slots=True)
-class RankSteps:
+class RankSteps(NamedTuple):
     """Micro-steps of one rank, as rank 0 sends them.
 
     Attributes:
@@ -45,7 +48,7 @@ class RankSteps:
     """
 
     micro_steps: list[list[MicroBatch]]
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
     gradient_scale: float | None = None
 
 
@@ -53,15 +56,8 @@ class DataLoop:
     """Micro-batches for each micro-step of a run; every rank has one, and rank 0 makes them for all.
 
     Args:
-        plan: of the run.
-        args: settings of the run.
-        ranks: of the run.
-        logprobs: of the policy and its reference.
         beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
-        timer: the trainer's time by stage.
-        pad_token_id: fills sequences.
         skip_zero_advantage: leave out rows whose advantage is 0.
-        prefetcher: gives rank 0's prefetcher, whose generator runs.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
         log: called on every rank with the metrics of a block.
@@ -77,26 +73,25 @@ class DataLoop:
         args: GRPOConfig,
         ranks: Ranks,
         logprobs: PolicyLogprobs,
+        session: RolloutSession,
+        timer: StageTimer,
         *,
         beta: float,
-        timer: StageTimer,
-        pad_token_id: int,
         skip_zero_advantage: bool,
-        prefetcher: Callable[[], RolloutPrefetcher],
         record: Callable[[ScoredBlock, TrainingBlock, int], dict[str, float]],
         log_block: Callable[[ScoredBlock, int, Sequence[Dropped]], None],
         log: Callable[[Mapping[str, float]], None],
     ) -> None:
-        self._plan, self._args, self._ranks, self._logprobs, self._beta = plan, args, ranks, logprobs, beta
-        self.timer = timer
-        self._pad_token_id, self._skip_zero_advantage = pad_token_id, skip_zero_advantage
-        self._prefetcher, self._record, self._log_block, self._log = prefetcher, record, log_block, log
-        self._penalty = RewardPenalty(args.beta, ranks, logprobs, timer) if args.kl_in_reward else None
+        self._plan, self._args, self._ranks, self._logprobs, self._session = plan, args, ranks, logprobs, session
+        self.timer, self._beta = timer, beta
+        self._skip_zero_advantage = skip_zero_advantage
+        self._record, self._log_block, self._log = record, log_block, log
         self.reset()
 
     def reset(self) -> None:
         """Forget the block in training: a new run begins."""
         self._block_id: int | None = None
+        self._optimizer_step = 0
         self._micro_steps: list[list[MicroBatch]] = []
         self._gradient_scales: dict[int, float] = {}
         self._stream: BlockStream | None = None
@@ -109,15 +104,11 @@ class DataLoop:
         self._warned_over_budget = False
 
     def micro_batches(self, optimizer_step: int, micro_step: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a micro-step; every rank must call it.
-
-        Args:
-            optimizer_step: steps that were taken so far.
-            micro_step: of the update, from 0.
-        """
+        """Return this rank's micro-batches of a micro-step of an update, from 0; every rank must call it."""
+        self._optimizer_step = optimizer_step
         position = self._plan.position(optimizer_step, micro_step)
         # a failure of generation is raised on every rank before the next micro-step
-        self._ranks.on_rank_0(lambda: self._prefetcher().check())
+        self._ranks.on_rank_0(lambda: self._session.open().check())
         if self._block_id != position.block_id:
             self._begin_block(position.block_id, optimizer_step)
         if position.micro_step == len(self._micro_steps):
@@ -130,10 +121,10 @@ class DataLoop:
         if self._args.streaming:
             self._ranks.on_rank_0(lambda: self._begin_stream(block_id, step))
         else:
-            measured = None
-            if self._penalty is not None:
-                measured = self._penalty.measure(self._ranks.scatter(lambda: self._rows_to_score(block_id, step)))
-            self._take(self._ranks.scatter(lambda: self._produce(block_id, step, measured)), 0)
+            kl = None
+            if self._args.kl_in_reward:
+                kl = self._measure_kl(self._ranks.scatter(lambda: self._rows_to_score(block_id, step)))
+            self._take(self._ranks.scatter(lambda: self._produce(block_id, step, kl)), 0)
         self._block_id = block_id
 
     def _take(self, received: RankSteps, first: int) -> None:
@@ -145,56 +136,73 @@ class DataLoop:
         if received.metrics:
             self._log(received.metrics)
 
+    @in_stage("old_logprobs")
+    def _measure_kl(self, micro_batches: Sequence[MicroBatch]) -> dict[int, tuple[float, int]]:
+        """Return the KL to the reference (nats, tokens) of each rollout of a block, by its place, over all ranks.
+
+        It is the sum of log mu - log pi_ref over the sampled tokens, with mu the policy that sampled them: the
+        penalty of RLHF (Ziegler et al., arXiv:1909.08593; Ouyang et al., arXiv:2203.02155), in the form of one reward
+        a rollout (Ahmadian et al., arXiv:2402.14740).
+        """
+        own: list[tuple[int, float, int]] = []
+        for batch in micro_batches:
+            ref_RC = self._logprobs.of_reference(batch).to(batch["loss_mask"].device)
+            sampled_RC = batch["loss_mask"].bool()
+            kl_R = torch.where(sampled_RC, batch["sampler_logps"] - ref_RC, 0.0).double().sum(1)
+            own += zip(batch["rollout_index"].tolist(), kl_R.tolist(), sampled_RC.sum(1).tolist(), strict=True)
+        sums: dict[int, tuple[float, int]] = {}
+        for index, nats, tokens in itertools.chain(*self._ranks.gather(own)):
+            if index >= 0:
+                before = sums.get(index, (0.0, 0))
+                sums[index] = before[0] + nats, before[1] + tokens
+        return sums
+
     # -- on rank 0 ----------------------------------------------------------------------------------------------
 
     def _rows_to_score(self, block_id: int, step: int) -> list[list[MicroBatch]]:
         """Wait for a whole block and share out its rows, whose KL is needed before there are advantages."""
         self._waiting = self._whole_block(block_id, step)
-        packed = rows_to_score(self._waiting, self._plan, self._args, self._pad_token_id)
+        packed = rows_to_score(self._waiting, self._plan, self._args)
         return [[batch for batches in steps for batch in batches] for steps in _by_rank(packed)]
 
     def _whole_block(self, block_id: int, step: int) -> ScoredBlock:
-        prefetcher = self._prefetcher()
+        prefetcher = self._session.open()
         prefetcher.begin(block_id, step)
         return prefetcher.take(block_id, step)
 
-    def _produce(self, block_id: int, step: int, measured: dict[int, tuple[float, int]] | None) -> list[RankSteps]:
-        """Make the micro-steps of every rank, of a whole block.
-
-        Args:
-            measured: the KL of its rollouts, where it is subtracted from rewards.
-        """
+    def _produce(self, block_id: int, step: int, kl: dict[int, tuple[float, int]] | None) -> list[RankSteps]:
+        """Make the micro-steps of every rank, of a whole block; `kl` is subtracted from its rewards."""
         block, self._waiting = self._waiting or self._whole_block(block_id, step), None
-        penalty = self._penalty
+        rollouts, weight = block.rollouts, self._args.beta
         trained = build_training_block(
             block,
             self._plan,
             self._args,
-            self._pad_token_id,
             skip_zero_advantage=self._skip_zero_advantage,
-            oldest_version=self._prefetcher().oldest_version(step),
-            penalties=penalty.of_block(block, measured) if penalty is not None and measured is not None else None,
+            oldest_version=self._session.open().oldest_version(step),
+            penalties=None if kl is None else {rollouts[place].key: weight * nats for place, (nats, _) in kl.items()},
         )
         metrics = self._finish_block(block, trained, step)
-        if penalty is not None and measured is not None:
-            metrics |= penalty.metrics(measured)
+        if kl and (tokens := sum(count for _, count in kl.values())):
+            nats = sum(each for each, _ in kl.values())
+            metrics |= {"kl": nats / tokens, "reward/kl_penalty": weight * nats / len(kl)}
         return [RankSteps(micro_steps, metrics) for micro_steps in _by_rank(trained.micro_steps)]
 
     def _begin_stream(self, block_id: int, step: int) -> None:
-        prefetcher = self._prefetcher()
+        prefetcher = self._session.open()
         prefetcher.begin(block_id, step)
-        pad, skip = self._pad_token_id, self._skip_zero_advantage
-        self._stream = BlockStream(prefetcher, self._plan, self._args, pad, block_id, step, skip_zero_advantage=skip)
+        skip = self._skip_zero_advantage
+        self._stream = BlockStream(prefetcher, self._plan, self._args, block_id, step, skip_zero_advantage=skip)
 
     def _produce_streamed(self, position: Position) -> list[RankSteps]:
         """Wait for the next micro-step of the block that is being generated; only the first time it is trained."""
         stream = self._stream
         assert stream is not None
-        streamed = stream.next()
+        by_rank, gradient_scale = stream.next()
         metrics: dict[str, float] = {}
         if position.micro_step == self._micro_steps_reached(stream.optimizer_step) - 1:
             metrics = self._finish_block(*stream.finish(), stream.optimizer_step)
-        return [RankSteps([micro_batches], metrics, streamed.gradient_scale) for micro_batches in streamed.by_rank]
+        return [RankSteps([micro_batches], metrics, gradient_scale) for micro_batches in by_rank]
 
     def _finish_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         trained.dropped += self._not_reached(block, trained, step)
@@ -225,7 +233,6 @@ class DataLoop:
         """Record the rollouts of an update that is not applied as dropped, unless another pass trains them.
 
         Args:
-            optimizer_step: steps before the update.
             places: in the block, of rollouts that are to be named.
 
         Returns:
@@ -274,12 +281,13 @@ class DataLoop:
         args, plan = self._args, self._plan
         # a whole block's proximal policy is that of its first update, a streamed micro-step's that of its own
         trained_again = plan.num_iterations > 1 if args.streaming else plan.updates_per_block > 1
+        copy = self._session.copy_of(self._optimizer_step) if trained_again else None
         for batch in (batch for micro_batches in micro_steps for batch in micro_batches):
             if not args.vllm_importance_sampling_correction and args.may_be_stale:
                 # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler
                 batch["old_logps"] = batch["sampler_logps"]
             elif trained_again:
-                batch["old_logps"] = self._logprobs.old(batch)
+                batch["old_logps"] = self._logprobs.old(batch, copy)
             if self._beta != 0.0:
                 batch["reference_logps"] = self._logprobs.of_reference(batch)
 
@@ -291,8 +299,7 @@ def _places(micro_steps: MicroSteps) -> set[int]:
 
 
 def _dropped(block: ScoredBlock, places: set[int], reason: str) -> list[Dropped]:
-    named = [rollout for place, rollout in enumerate(block.rollouts) if place in places]
-    return [Dropped(rollout.key, reason, tokens=rollout_tokens(rollout)) for rollout in named]
+    return [Dropped.whole(rollout, reason) for place, rollout in enumerate(block.rollouts) if place in places]
 
 
 def _by_rank(micro_steps: MicroSteps) -> list[list[list[MicroBatch]]]:
@@ -300,12 +307,7 @@ def _by_rank(micro_steps: MicroSteps) -> list[list[list[MicroBatch]]]:
 
 
 def empty_epoch(plan: BatchPlan, first_step: int) -> DataLoader[Any]:
-    """Return a loader of one empty item a micro-step of an epoch.
-
-    Args:
-        plan: of the run.
-        first_step: the optimizer step that the run begins at, or resumes from.
-    """
+    """Return a loader of one empty item a micro-step of an epoch, for a run that begins at an optimizer step."""
     # a curriculum may have fewer rows than a block
     updates = max(1, plan.blocks_per_epoch) * plan.updates_per_block
     if first_step >= plan.max_steps:
@@ -313,9 +315,9 @@ def empty_epoch(plan: BatchPlan, first_step: int) -> DataLoader[Any]:
         updates = plan.max_steps
     # a generator of its own: a new epoch must not draw from the one that dropout draws from
     return DataLoader(
-        _EmptySteps(updates * plan.gradient_accumulation_steps),
+        [{}] * (updates * plan.gradient_accumulation_steps),  # type: ignore[arg-type]
         batch_size=1,
-        collate_fn=_first,
+        collate_fn=operator.itemgetter(0),
         generator=torch.Generator(),
     )
 
@@ -325,28 +327,10 @@ def reward_of_the_environment(**_: Any) -> list[float | None]:
     raise AssertionError("TRL's own generation is not used")
 
 
-class _EmptySteps(Dataset[Any]):
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {}
-
-
-def _first(items: list[Any]) -> Any:
-    return items[0]
-
-
 class StopsBetweenBlocks(TrainerCallback):
     """A run's end at a block boundary, where the run can be resumed, when another callback stops it inside a block.
 
     It must come after all other callbacks. A save that is asked for with the stop comes with it.
-
-    Args:
-        updates_per_block: optimizer steps that a block serves.
     """
 
     def __init__(self, updates_per_block: int) -> None:

@@ -7,12 +7,9 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verifiers.errors import ConfigError, Error
-
-if TYPE_CHECKING:
-    from verifiers.train.config import GRPOConfig
 
 __all__ = [
     "check_model_exists",
@@ -21,7 +18,6 @@ __all__ = [
     "get_model",
     "get_model_and_tokenizer",
     "get_tokenizer",
-    "hub_options",
     "raises_load_error",
 ]
 
@@ -60,11 +56,7 @@ def raises_load_error(
 
     Args:
         model: its path or hub name; for a model that is loaded, nothing is converted.
-        of: the types of exceptions to convert.
         exact: convert only these types themselves, where subclasses are raised for other reasons.
-
-    Raises:
-        ConfigError: with the first line of the exception's text.
     """
     try:
         yield
@@ -101,8 +93,7 @@ def disable_dropout(model: Any, *, warns: bool = True) -> None:
     Covers dropout modules, and the rates that attention layers hold as attributes and hand to a function.
 
     Args:
-        model: changed in place.
-        warns: log the rates that were above 0, each by the last part of the name that it has in the model.
+        warns: log the rates that were above 0.
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():
@@ -133,12 +124,6 @@ def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
     with raises_load_error(name_or_path):
         return AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
-
-
-def hub_options(args: GRPOConfig) -> dict[str, Any]:
-    """Return what a run's settings say about its model on the hub: trust in its code, and the revision."""
-    given: Any = args.model_init_kwargs or {}
-    return {"trust_remote_code": args.trust_remote_code, "revision": given.get("revision") or "main"}
 
 
 def get_model_and_tokenizer(name_or_path: str, **kwargs: Any) -> tuple[Any, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,11 @@ from verifiers.monitoring.stage_timer import RunTime, StageTimer, interval_metri
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import RolloutActivity
 from verifiers.train.batching.block_metrics import block_metrics, curriculum_metrics
-from verifiers.train.batching.packing import all_micro_batches
+from verifiers.train.batching.micro_batches import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.config import GRPOConfig
 
-__all__ = ["MonitorCallback", "RunMonitor", "RunView", "run_description"]
-
+__all__ = ["MonitorCallback", "RunMonitor"]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -48,7 +46,7 @@ _ERRORS_A_LINE = 20
 _MOST_CHARACTERS = 2000
 
 
-def run_description(
+def _run_description(
     args: GRPOConfig, plan: BatchPlan, env: Any, model: Any, device: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return names, plan, settings and versions, as JSON."""
@@ -73,23 +71,6 @@ def run_description(
 
 def _training_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
-
-
-class RunView(TrainerCallback):
-    """A callback that shows a run while it trains, such as the console's."""
-
-    def show(self, monitor: RunMonitor) -> None:
-        """Show what a monitor measures, from now on."""
-
-    def end_table(self) -> None:
-        """Stop drawing, before the record is closed. May be called twice."""
-
-    def end(self, report: Path | None) -> None:
-        """Show how the run ended.
-
-        Args:
-            report: the page of the run; None where there is none.
-        """
 
 
 class RunMonitor:
@@ -166,7 +147,7 @@ class RunMonitor:
         }
         begun = {"at": time.time(), "step": resume_step or 0}
         self.record.describe(
-            **run_description(args, self.plan, self._env, self._model, self._device, settings),
+            **_run_description(args, self.plan, self._env, self._model, self._device, settings),
             sessions=[*self.record.run.get("sessions", ()), begun],
             status="running",
             ended=None,
@@ -285,29 +266,6 @@ class RunMonitor:
         report = self.write_report()
         self.record, self.timer.memory, self.timer.activity = None, None, None
         return report
-
-    @contextlib.contextmanager
-    def running(self, callbacks: Sequence[Any]) -> Iterator[None]:
-        """Show a run while it is in progress, and close its record, however it ends.
-
-        Args:
-            callbacks: of the trainer; a `RunView` among them shows the run.
-        """
-        views = [callback for callback in callbacks if isinstance(callback, RunView)]
-        for view in views:
-            view.show(self)
-        failure: BaseException | None = None
-        try:
-            yield
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            for view in views:
-                view.end_table()
-            report = self.end(failure)
-            for view in views:
-                view.end(report)
 
 
 def _stop_text(error: BaseException) -> str:

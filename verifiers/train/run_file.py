@@ -1,32 +1,4 @@
-"""A training run as a TOML file: what `vf-train run.toml` reads.
-
-    [environment]          # what to train on
-    id = "reasoning-gym-env"
-    args = { task = "spell_backward" }
-
-    [model]                # the policy's start
-    path = "runs/demo-tiny/start"
-
-    [server]               # where rollouts come from; left out, from a copy of the policy in the trainer's process
-    launch = "embedded"    # start one of the installed servers; or url = "http://127.0.0.1:8000/v1"
-
-    [trainer]              # any field of GRPOConfig under its own name
-    num_generations = 8
-
-    [environments.short]   # several by name, in place of [environment]: the datasets of a curriculum
-    id = "reasoning-gym-env"
-
-    [eval_environment]     # what to evaluate on instead of its own eval rows; or [eval_environments.NAME]
-    id = "reasoning-gym-env"
-
-    [workers]              # where environments run
-    engine = "processes"
-
-    [cluster]              # what vf-launch asks for
-    server_nodes = 2
-
-    [curriculum]           # what is drawn when
-    stages = [{ name = "warm", until_step = 20, datasets = ["short"] }, ...]
+"""A training run as a TOML file, which `vf-train run.toml` reads; docs/reference/run-file.md describes the tables.
 
 Unknown keys are errors that name the nearest known one.
 """
@@ -39,7 +11,7 @@ import itertools
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -163,38 +135,26 @@ def load_run_file(path: str | Path) -> RunFile:
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"the run file {str(path)!r} cannot be read: {error}.") from None
-    _check_keys(path, "", data, RunFile.model_fields)
-    for name, table in (
-        ("environment", EnvironmentTable),
-        ("eval_environment", EnvironmentTable),
-        ("model", ModelTable),
-        ("server", ServerTable),
-        ("lora", LoraTable),
-        ("workers", WorkerSettings),
-        ("cluster", ClusterTable),
-    ):
-        if isinstance(data.get(name), dict):
-            _check_keys(path, name, data[name], table.model_fields)
-    for several in ("environments", "eval_environments"):
-        if isinstance(data.get(several), dict):
-            for name, table in data[several].items():
-                if isinstance(table, dict):
-                    _check_keys(path, f"{several}.{name}", table, EnvironmentTable.model_fields)
-    if isinstance(data.get("trainer"), dict):
-        _check_keys(path, "trainer", data["trainer"], trainer_fields())
-        if "resume_from_checkpoint" in data["trainer"]:
-            raise ConfigError(
-                f"{path}: [trainer] resume_from_checkpoint has no effect here: vf-train resumes from the newest "
-                "complete checkpoint of output_dir; another one is given in Python, "
-                "train(resume_from_checkpoint=...)."
-            )
-        data["trainer"] = _checked_values(path, data["trainer"])
     try:
         run = RunFile.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {where}: {first['msg']} (given: {first['input']!r}).") from None
+        # keys first: one that is misspelled is also one that is missing
+        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        place = [str(part) for part in first["loc"]]
+        if first["type"] == "extra_forbidden":
+            raise _unknown_key(path, place) from None
+        raise ConfigError(f"{path}: {'.'.join(place)}: {first['msg']} (given: {first['input']!r}).") from None
+    given = _checked_trainer(path, run.trainer)
+    _refuse_both(path, run)
+    try:
+        run.curriculum_of(0)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return run.model_copy(update={"trainer": given})
+
+
+def _refuse_both(path: str | Path, run: RunFile) -> None:
+    """Refuse two answers to one question, of which one would be ignored."""
     if run.server.url is not None and run.server.launch is not None:
         raise ConfigError(f"{path}: [server] has both url and launch; give url for a running server, else launch.")
     for key, other in itertools.product(("url", "launch"), ("server_urls", "server_url")):
@@ -204,35 +164,27 @@ def load_run_file(path: str | Path) -> RunFile:
             )
     if run.environment is None and not run.environments:
         raise ConfigError(f"{path}: environment: Field required (give [environment], or [environments.NAME] tables).")
-    if run.environment is not None and run.environments:
-        raise ConfigError(
-            f"{path} has both [environment] and [environments]; give one environment, or several by name."
-        )
-    if run.eval_environment is not None and run.eval_environments:
-        raise ConfigError(
-            f"{path} has both [eval_environment] and [eval_environments]; give one environment, or several by name."
-        )
-    try:
-        run.curriculum_of(0)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return run
+    for name in ("environment", "eval_environment"):
+        if getattr(run, name) is not None and getattr(run, f"{name}s"):
+            raise ConfigError(f"{path} has both [{name}] and [{name}s]; give one environment, or several by name.")
 
 
-def trainer_fields() -> list[str]:
-    """Return the names that may stand in `[trainer]`: the fields of GRPOConfig."""
-    from verifiers.train.config import GRPOConfig
-
-    return [field.name for field in dataclasses.fields(GRPOConfig)]
-
-
-def _checked_values(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as the types that GRPOConfig declares, which does not check them itself."""
+def _checked_trainer(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return `[trainer]` as the types that GRPOConfig declares, which does not check them itself."""
     from verifiers.train.config import GRPOConfig
 
     types = get_type_hints(GRPOConfig)
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
     checked = {}
     for key, value in given.items():
+        if key not in fields:
+            raise _unknown_key(path, ["trainer", key], fields)
+        if key == "resume_from_checkpoint":
+            raise ConfigError(
+                f"{path}: [trainer] resume_from_checkpoint has no effect here: vf-train resumes from the newest "
+                "complete checkpoint of output_dir; another one is given in Python, "
+                "train(resume_from_checkpoint=...)."
+            )
         try:
             checked[key] = TypeAdapter(types[key]).validate_python(value)
         except ValidationError as error:
@@ -241,11 +193,15 @@ def _checked_values(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _check_keys(path: str | Path, table: str, given: dict[str, Any], known: Iterable[str]) -> None:
+def _unknown_key(path: str | Path, place: Sequence[str], known: Iterable[str] = ()) -> ConfigError:
+    """Return the refusal of a key at its place in the file, with the nearest that is known there."""
+    *tables, key = place
     names = list(known)
-    for key in given:
-        if key not in names:
-            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(sorted(names)[:12])}."
-            place = f"[{table}]" if table else "the file"
-            raise ConfigError(f"{path}: {place} has an unknown key {key!r}; {hint}")
+    if not names:
+        table: Any = RunFile.model_fields[tables[0]].annotation if tables else RunFile
+        models = [one for one in (table, *get_args(table)) if isinstance(one, type) and issubclass(one, BaseModel)]
+        names = list(models[0].model_fields)
+    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(sorted(names)[:12])}."
+    where = f"[{'.'.join(tables)}]" if tables else "the file"
+    return ConfigError(f"{path}: {where} has an unknown key {key!r}; {hint}")

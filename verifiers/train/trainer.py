@@ -24,36 +24,28 @@ from verifiers.interrupt import Termination
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
-from verifiers.train.batching.prefetch import RolloutPrefetcher
-from verifiers.train.batching.streaming import refuse_unstreamable
+from verifiers.train.batching.rollout_session import RolloutPrefetcher, RolloutSession
 from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
 from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
 from verifiers.train.checkpoint.weights import CheckpointWeights
 from verifiers.train.config import GRPOConfig
-from verifiers.train.console import ProgressLines
+from verifiers.train.conflicts import refuse_processes
+from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
-from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
-from verifiers.train.loss.entropy_bonus import EntropyBonus
-from verifiers.train.loss.finite_updates import FiniteUpdates
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
-from verifiers.train.loss.loss_metrics import LossMetrics
-from verifiers.train.loss.micro_step import micro_step_loss, scale_gradients
 from verifiers.train.loss.policy_loss import policy_loss
-from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
+from verifiers.train.loss.updates import EntropyBonus, FiniteUpdates, LossMetrics, micro_step_loss, scale_gradients
+from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
-from verifiers.train.planned_run import planned_run
 from verifiers.train.processes.distributed import Ranks, end_together
-from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
-from verifiers.train.validation.eval_settings import check_eval_sets, needs_the_metric
-from verifiers.train.validation.host_settings import check_output_dir
-from verifiers.train.validation.process_settings import check_processes
-from verifiers.train.validation.sampling_args import training_sampling_args
+from verifiers.train.run_lifecycle import RunLifecycle
+from verifiers.train.run_plan import RunPlan, plan_run
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, WeightPublisher
-from verifiers.train.weight_sync.verification import LogprobCheck
+from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
 
 __all__ = ["GRPOTrainer"]
 
@@ -63,7 +55,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Args:
         model: a model, or the path or hub name of one.
-        env: the environment: its training rows are the prompts, its rubric gives the rewards.
+        env: its training rows are the prompts, its rubric gives the rewards.
         args: settings; `grpo_defaults()` gives the classic ones.
         processing_class: the tokenizer; loaded beside the model when left out.
         client: an openai client, Endpoint or base URL for the rollouts, or a list of them for several servers of the
@@ -74,15 +66,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         eval_env: an environment to evaluate on instead, with rows of its own, or several by name.
         curriculum: stages of datasets, or a curriculum policy that follows the rewards; the datasets are the
             environments of a group, or the values of the column `task`.
+        plan: what `plan_run` gave for `args`, `env`, `curriculum` and the eval sets; asked for here when left out.
 
     Attributes:
         plan: the batch plan.
         session: the generator and the prefetcher, on rank 0 while a run is in progress.
-        publisher: keeps the rollout servers on the trained weights.
-        evaluator: evaluates the policy.
-        lifecycle: opens a run, at step 0 or from a checkpoint, and closes it.
         directory: the run's output directory: its checkpoints and its block log.
-        monitor: measures and records the run.
         last_block: the block that was trained last, on rank 0.
 
     Raises:
@@ -108,19 +97,21 @@ class GRPOTrainer(trl.GRPOTrainer):
         curriculum: Curriculum | CurriculumPolicy | None = None,
         eval_dataset: Any = None,
         eval_env: Any = None,
+        plan: RunPlan | None = None,
     ) -> None:
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
-        check_output_dir(str(args.output_dir))
         if isinstance(model, str):
             check_model_path(model)
-            processing_class = processing_class or get_tokenizer(model, padding_side="left", **hub_options(args))
+        plan = plan or plan_run(args, env, curriculum, eval_dataset=eval_dataset, eval_env=eval_env)
+        if isinstance(model, str) and processing_class is None:
+            given: Any = args.model_init_kwargs or {}
+            revision = given.get("revision") or "main"
+            options = {"trust_remote_code": args.trust_remote_code, "revision": revision}
+            processing_class = get_tokenizer(model, padding_side="left", **options)
         self.env, self._rows = env, env.get_dataset()
         self._model_name = model_name(model)
-        self.plan = planned_run(args, env, curriculum)
+        self.plan, self.sampling_args = plan.batches, plan.sampling_args
         args.max_steps = self.plan.max_steps
-        self.sampling_args = training_sampling_args(env, args)
-        eval_sets = choose_eval_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
-        check_eval_sets(args, eval_sets)
         # a hub that refuses a push raises subclasses
         with raises_load_error(model, (OSError,), exact=True):
             super().__init__(
@@ -140,62 +131,51 @@ class GRPOTrainer(trl.GRPOTrainer):
         disable_dropout(self.model, warns=self.is_world_process_zero())
         fuse_heads(self)
         use_onednn(self.model, self.ref_model)
-        check_processes(self.accelerator, args)
+        refuse_processes(args, self.accelerator, experts=self.aux_loss_enabled)
         self.last_block: ScoredBlock | None = None
-        if args.streaming:
-            refuse_unstreamable(experts=self.aux_loss_enabled, deepspeed=self.is_deepspeed_enabled)
-        self._make_parts(client, weight_sync, eval_sets)
+        self._make_parts(plan, client, weight_sync)
         self._set_callbacks(callbacks or [])
 
-    def _make_parts(self, client: Any, weight_sync: WeightSync | None, eval_sets: Sequence[Any]) -> None:
-        args, plan = self.args, self.plan
-        self.ranks = Ranks(self.accelerator)
-        self.monitor = RunMonitor(args, plan, self.env, self.model, self.accelerator.device)
+    def _make_parts(self, run: RunPlan, client: Any, weight_sync: WeightSync | None) -> None:
+        """Make the parts, each of parts above it."""
+        args, plan, accelerator, model = self.args, self.plan, self.accelerator, self.model
+        tokenizer: Any = self.processing_class
+        self.ranks = Ranks(accelerator)
+        self.monitor = RunMonitor(args, plan, self.env, model, accelerator.device)
         self.timer = self.monitor.timer
-        self.weights = PolicyWeights(self.ranks, lambda: self.accelerator.unwrap_model(self.model))
+        self.weights = PolicyWeights(self.ranks, accelerator.unwrap_model(model))
         self.logprobs = PolicyLogprobs(
-            self.accelerator,
+            accelerator,
             self.ranks,
-            policy=lambda: self.model,
-            reference=lambda: self.ref_model,
-            copy=lambda: self.publisher.copy_of(self.state.global_step),
+            model,
+            self.ref_model,
             batch_size=args.old_logprobs_batch_size,
             temperature=self.temperature,
         )
         self.check = LogprobCheck.of_run(
             args,
             self._rows,
-            lambda prompt_ids, ids: self.logprobs.of_tokens(prompt_ids, ids, together=self.weights.is_sharded),
-            trains_in_half=self.model.dtype in (torch.bfloat16, torch.float16) or args.bf16 or args.fp16,
-            on_result=lambda result: self._log_values({"sampling/probe_difference": result.largest_difference}),
+            self._score_tokens,
+            trains_in_half=model.dtype in (torch.bfloat16, torch.float16) or args.bf16 or args.fp16,
+            on_result=self._log_probe,
         )
-        tokenizer: Any = self.processing_class
         self.publisher = WeightPublisher(args, client, weight_sync, self.weights, tokenizer, self._rows, self.check)
-        self.evaluator = Evaluator(
-            args,
-            plan,
-            self.ranks,
-            self.timer,
-            self.env,
-            eval_sets,
-            self.sampling_args,
-            servers=lambda: self.publisher.servers,
-            publish=lambda: self.session.publish(self.state.global_step),
-        )
         self.session = RolloutSession(
             args,
-            self.env,
-            [one.env for one in eval_sets],
+            [self.env, *(one.env for one in run.eval_sets)],
             self._rows,
             plan,
-            self.sampling_args,
+            run.sampling_args,
             self.publisher,
             self.timer,
             # DeepSpeed takes its optimizer step with the last backward pass, before a check could be judged
             checks_meanwhile=not self.is_deepspeed_enabled,
         )
+        self.evaluator = Evaluator(
+            args, plan, self.ranks, self.timer, self.env, run.eval_sets, run.sampling_args, self.session
+        )
         in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.checkpoint_weights = CheckpointWeights(self.ranks, lambda: self.weights.model, in_shards=in_shards)
+        self.checkpoint_weights = CheckpointWeights(self.ranks, self.weights.model, in_shards=in_shards)
         self.directory = RunDirectory(
             args,
             plan,
@@ -203,7 +183,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._rows,
             self._model_name,
             checksums=self.checkpoint_weights.checksums,
-            state=lambda: self.lifecycle.state(),
             blocks=self.session.finished_blocks,
         )
         self.lifecycle = RunLifecycle(plan, self.ranks, self.directory, self.session, self.evaluator, self.monitor)
@@ -214,16 +193,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             args,
             self.ranks,
             self.logprobs,
+            self.session,
+            self.timer,
             beta=self.beta,
-            timer=self.timer,
-            pad_token_id=tokenizer.pad_token_id,
             skip_zero_advantage=only_advantages_matter(args, self.beta, self.aux_loss_enabled),
-            prefetcher=self.session.open,
             record=self._record_block,
             log_block=self.directory.log_block,
             log=self._log_values,
         )
-        self.updates = FiniteUpdates(self.accelerator, self.ranks, self.data_loop.drop_update)
+        self.updates = FiniteUpdates(accelerator, self.ranks, self.data_loop.drop_update)
 
     def _set_callbacks(self, given: Sequence[Any]) -> None:
         # lines of our own replace the bar and the raw dicts of transformers
@@ -234,11 +212,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not any(isinstance(callback, ProgressLines) for callback in given):
             self.add_callback(ProgressLines(self.plan))
         self._stops_between_blocks = StopsBetweenBlocks(self.plan.updates_per_block)
-
-    def _add_last_callback(self) -> None:
-        # after every callback that may ask for a stop or a save
-        self.pop_callback(self._stops_between_blocks)
-        self.add_callback(self._stops_between_blocks)
 
     @property
     def weight_sync(self) -> WeightSync:
@@ -268,7 +241,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         def run(termination: Termination) -> Any:
             self._forget_earlier_run()
             checkpoint = self.lifecycle.open(resume_from_checkpoint)
-            self._add_last_callback()
+            # after every callback that may ask for a stop or a save
+            self.pop_callback(self._stops_between_blocks)
+            self.add_callback(self._stops_between_blocks)
             with self.directory.rotation(), self.lifecycle.ended_if_stuck(termination):
                 return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
 
@@ -276,12 +251,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.accelerator,
             run,
             self.close,
-            monitored=lambda: self.monitor.running(self.callback_handler.callbacks),
+            monitored=functools.partial(shown, self.monitor, self.callback_handler.callbacks),
         )
 
     def _forget_earlier_run(self) -> None:
         self.data_loop.reset()
-        self.loss_metrics.take(lambda own: [own])
+        self.loss_metrics.reset()
         self.entropy_bonus.reset()
         self.updates.reset()
         # a run that was stopped inside an update left other values
@@ -317,6 +292,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.state.num_input_tokens_seen += block_tokens(block)
         tokens_seen = float(self.state.num_input_tokens_seen)
         return {**self.monitor.note_block(block, trained, step), "num_tokens": tokens_seen}
+
+    def _score_tokens(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        return self.logprobs.of_tokens(prompt_ids, ids, together=self.weights.is_sharded)
+
+    def _log_probe(self, result: ProbeResult) -> None:
+        self._log_values({"sampling/probe_difference": result.largest_difference})
 
     def _log_values(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -371,7 +352,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, with what micro-batches measured joined over ranks, and the trainer's time by stage."""
         if self.model.training:
-            self._log_values(self.loss_metrics.take(self.ranks.gather))
+            self._log_values(self.loss_metrics.take(self.ranks))
             # the log of a run's end has the steps since the last one
             if "loss" in logs or "train_runtime" in logs:
                 logs.update(self.monitor.interval(self.state.global_step))
@@ -403,8 +384,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         metrics = self.evaluator.evaluate(
             self.evaluator.sets_of(eval_dataset),
             step=(state.best_global_step if best else None) or state.global_step,
+            version=state.global_step,
             prefix=metric_key_prefix,
-            required=not in_train or needs_the_metric(self.args),
+            required=not in_train or self.args.rate_needs_metric,
         )
         if metrics:
             log_evaluation(self, metrics)
@@ -421,7 +403,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             ConfigError: the trainer has several sets.
             NothingScoredError: no rollout got a reward, or it ran out of time.
         """
-        return self.evaluator.evaluate_block(eval_dataset)
+        return self.evaluator.evaluate_block(self.state.global_step, eval_dataset)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         if skip_scheduler and self.state.global_step > 0:
@@ -430,9 +412,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         return dict(super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler))
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        return self.evaluator.is_best(
-            lambda: super(GRPOTrainer, self)._determine_best_metric(metrics, trial), metrics
-        )
+        decide = functools.partial(super()._determine_best_metric, metrics, trial)
+        return self.evaluator.is_best(decide, metrics)
 
     # -- checkpoints --------------------------------------------------------------------------------------
 

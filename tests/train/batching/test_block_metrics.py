@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from verifiers.data.batch_plan import make_plan
-from verifiers.evals.results import RolloutResults
-from verifiers.evals.summary import summarize
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import rollout_advantages
-from verifiers.train.batching.block_metrics import _timing, block_metrics, percentile, reward_summary
+from verifiers.train.batching.block_metrics import block_metrics
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.train.evaluation.evaluator import evaluation_metrics
 from verifiers.types import Failure, Outcome, RolloutKey
 
 RANK_0 = [1, 0.8, 0.9, 1, 0.2, 0.3, 0.1, 0.4]
@@ -64,22 +61,6 @@ def metrics_of(block: ScoredBlock, generations: int, ranks: int = 1) -> dict[str
         num_prompts=99,
     )
     return block_metrics(block, trained, plan, chunk_size=64)
-
-
-def test_example_16_means_are_over_completions_not_over_ranks() -> None:
-    zero, one = (reward_summary(local, RANK_0 + RANK_1) for local in (RANK_0, RANK_1))
-    assert zero["reward/mean_per_completion"] == pytest.approx(0.5875)
-    assert one["reward/mean_per_completion"] == pytest.approx(0.75)
-    for summary in (zero, one):
-        assert summary["reward/mean_per_completion_global"] == pytest.approx(0.66875)
-        assert summary["reward/denominator/completions_local"] == 8
-        assert summary["reward/denominator/completions_global"] == 16
-
-
-def test_example_16_unequal_ranks_do_not_weigh_the_same() -> None:
-    summary = reward_summary([1, 1, 1, 0], [1, 1, 1, 0, 0, 0])
-    assert summary["reward/mean_per_completion_global"] == pytest.approx(0.5)
-    assert summary["reward/mean_per_completion_global"] != pytest.approx(0.375)
 
 
 def test_example_16_through_a_block_of_two_ranks() -> None:
@@ -184,30 +165,3 @@ def test_a_block_without_a_score_has_no_mean_reward() -> None:
     metrics = metrics_of(block_of([[rollout(0, g, None, Outcome.GRADING_ERROR) for g in range(2)]]), 2)
     assert math.isnan(metrics["reward"])
     assert not {"reward_std", "frac_reward_zero_std"} & set(metrics)
-
-
-def test_what_a_block_has_none_of_has_no_length_and_no_time() -> None:
-    cut = metrics_of(block_of([[rollout(0, g, float(g), Outcome.TRUNCATED) for g in range(2)]]), 2)
-    assert [name for name in cut if "terminated" in name] == []
-    assert (cut["completions/mean_length"], cut["eos_stop_rate"]) == (3, 0)
-    assert set(_timing(ScoredBlock(0, []))) == {
-        "time/block_generation_s",
-        "rollouts/sampled_tokens",
-        "rollouts/tokens_per_s",
-    }
-
-
-def test_an_evaluation_in_which_nothing_was_sampled_has_no_length() -> None:
-    rows = [{"example_id": n, "outcome": "provider_error"} for n in range(2)]
-    found = evaluation_metrics(summarize(rows), "eval", RolloutResults(rows).mean_length)
-    assert "eval_completions/mean_length" not in found
-    assert found["eval_failed"] == 2
-    rows = [
-        {"example_id": n, "outcome": "timed_out", "completion_tokens": length} for n, length in enumerate((0, 8, 4))
-    ]
-    found = evaluation_metrics(summarize(rows), "eval", RolloutResults(rows).mean_length)
-    assert found["eval_completions/mean_length"] == 6
-
-
-def test_percentiles_are_nearest_ranks() -> None:
-    assert [percentile([1, 2, 3, 4], share) for share in (0.0, 0.5, 0.75, 0.95, 1.0)] == [1, 2, 3, 4, 4]

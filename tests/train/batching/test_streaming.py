@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
-from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.batching.packing import MicroSteps, all_micro_batches
-from verifiers.train.batching.streaming import BlockStream
-from verifiers.train.batching.training_block import build_training_block
-from verifiers.train.config import GRPOConfig
+from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches
+from verifiers.train.batching.training_block import BlockStream, build_training_block
 from verifiers.types import Failure, Outcome, RolloutKey
 
 # without vespo, which is refused where rollouts have several rows
@@ -81,8 +77,8 @@ class Prefetcher:
     def __init__(self, block: ScoredBlock, oldest: int | None = None) -> None:
         self._block, self._oldest = block, oldest
 
-    def groups(self, block_id: int, start: int, stop: int, optimizer_step: int) -> list[Group]:
-        return self._block.groups[start:stop]
+    def groups(self, block_id: int, count: int, optimizer_step: int) -> list[Group]:
+        return self._block.groups[:count]
 
     def take(self, block_id: int, optimizer_step: int) -> ScoredBlock:
         return self._block
@@ -94,11 +90,11 @@ class Prefetcher:
 def streamed(block: ScoredBlock, plan: BatchPlan, args: Any, **options: Any) -> tuple[MicroSteps, list[float], Any]:
     """Return the micro-batches, the scale of each update's gradient, and what was dropped."""
     prefetcher: Any = Prefetcher(block, options.pop("oldest", None))
-    stream = BlockStream(prefetcher, plan, args, 0, block.block_id, 0, **options)
+    stream = BlockStream(prefetcher, plan, args, block.block_id, 0, **options)
     parts = [stream.next() for _ in range(plan.steps_per_generation)]
-    scales = [part.gradient_scale for part in parts if part.gradient_scale is not None]
+    scales = [scale for _, scale in parts if scale is not None]
     _, trained = stream.finish()
-    return [part.by_rank for part in parts], scales, trained.dropped
+    return [by_rank for by_rank, _ in parts], scales, trained.dropped
 
 
 def influence(micro_steps: MicroSteps, scales: Sequence[float], plan: BatchPlan) -> dict[int, float]:
@@ -157,7 +153,7 @@ def test_a_streamed_update_weighs_every_token_as_the_whole_block_does(
     plan = a_plan(sizes)
     block, args = a_block(plan, seed), some_settings(loss_type)
     micro_steps, scales, dropped = streamed(block, plan, args, skip_zero_advantage=skip)
-    whole = build_training_block(block, plan, args, 0, skip_zero_advantage=skip)
+    whole = build_training_block(block, plan, args, skip_zero_advantage=skip)
     assert influence(micro_steps, scales, plan) == pytest.approx(influence(whole.micro_steps, [1.0], plan), rel=1e-5)
     assert sorted(map(str, dropped)) == sorted(map(str, whole.dropped))
 
@@ -229,23 +225,7 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
         if streams:
             micro_steps, scales, _ = streamed(block, plan, args)
         else:
-            micro_steps, scales = build_training_block(block, plan, args, 0).micro_steps, [1.0] * sizes["updates"]
+            micro_steps, scales = build_training_block(block, plan, args).micro_steps, [1.0] * sizes["updates"]
         found.append(influence(micro_steps, scales, plan))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"scale_rewards": "batch"}, "scale_rewards='batch' needs the rewards of the whole block"),
-        ({"loss_type": "bnpo"}, "loss_type='bnpo' divides by each micro-step's own tokens"),
-        ({"entropy_coef": 0.1}, "an entropy bonus is a mean over the tokens of the whole update"),
-    ],
-    ids=["batch", "bnpo", "entropy"],
-)
-def test_what_cannot_be_streamed_is_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **setting}
-    with pytest.raises(ConfigError, match=message):
-        GRPOConfig(**options, streaming=True)
-    GRPOConfig(**options)

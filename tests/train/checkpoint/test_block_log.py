@@ -8,7 +8,7 @@ import pytest
 
 from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.batching.collate import Dropped
+from verifiers.train.batching.training_block import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record, read_block_log
 from verifiers.types import Outcome, RolloutKey, Timing
 

@@ -39,9 +39,7 @@ def a_directory(root: Path, **settings: Any) -> RunDirectory:
     given = {"should_save": True, "save_only_model": False, "save_strategy": "steps", "save_total_limit": None}
     args: Any = SimpleNamespace(output_dir=root, **{**given, **settings})
     ranks = Ranks(SimpleNamespace(wait_for_everyone=lambda: None))
-    return RunDirectory(
-        args, PLAN, ranks, None, "a model", checksums=dict, state=lambda: {"more": 1}, blocks=lambda: ()
-    )
+    return RunDirectory(args, PLAN, ranks, None, "a model", checksums=dict, blocks=lambda: ())
 
 
 def save(directory: RunDirectory, step: int, name: str = "model.safetensors") -> None:
@@ -59,7 +57,7 @@ def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp
     for _ in range(2):
         first.close()
     point = other.choose(True)
-    assert (point.checkpoint, other.begin(point, ())) == (str(tmp_path / "checkpoint-2"), {"more": 1, TENSORS: {}})
+    assert (point.checkpoint, other.begin(point, ())) == (str(tmp_path / "checkpoint-2"), {TENSORS: {}})
     other.close()
 
 
@@ -78,13 +76,13 @@ def test_a_block_in_flight_that_failed_does_not_keep_the_weights_from_being_save
 
     directory._blocks = fails
     save(directory, 2)
-    assert extra_state(tmp_path / "checkpoint-2") == {"more": 1, TENSORS: {}}
+    assert extra_state(tmp_path / "checkpoint-2") == {TENSORS: {}}
 
 
 def test_older_checkpoints_are_deleted_here_alone_and_once_the_newer_one_is_complete(tmp_path: Path) -> None:
     directory = a_directory(tmp_path, save_total_limit=1)
     complete = []
-    directory._state = lambda: complete.append(newest_complete(tmp_path)) or {}
+    directory._checksums = lambda: complete.append(newest_complete(tmp_path)) or {}
     with directory.rotation():
         # transformers would delete before
         assert directory._args.save_total_limit is None

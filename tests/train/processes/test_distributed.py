@@ -17,7 +17,7 @@ from verifiers import interrupt
 from verifiers.errors import RankError
 from verifiers.interrupt import EndedBySignal
 from verifiers.train.processes import distributed
-from verifiers.train.processes.distributed import end_together, on_rank_0, scatter_from_rank_0
+from verifiers.train.processes.distributed import Ranks, end_together
 
 pytestmark = pytest.mark.usefixtures("_default_handlers")
 
@@ -25,10 +25,11 @@ ONE_PROCESS = SimpleNamespace(num_processes=1, is_main_process=True)
 
 
 def test_one_process_does_its_own_work() -> None:
-    assert on_rank_0(ONE_PROCESS, lambda: 3) == 3
-    assert scatter_from_rank_0(ONE_PROCESS, lambda: ["mine"]) == "mine"
+    ranks = Ranks(ONE_PROCESS)
+    assert ranks.on_rank_0(lambda: 3) == 3
+    assert ranks.scatter(lambda: ["mine"]) == "mine"
     with pytest.raises(ValueError, match="no rows"):
-        scatter_from_rank_0(ONE_PROCESS, _fail)
+        ranks.scatter(_fail)
 
 
 def _fail() -> list[int]:
@@ -105,7 +106,8 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
 
         return close
 
-    from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
+    from verifiers.train.batching.rollout_session import RolloutSession
+    from verifiers.train.run_lifecycle import RunLifecycle
     from verifiers.train.weight_sync.publisher import WeightPublisher
 
     publisher = SimpleNamespace(

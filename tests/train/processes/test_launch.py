@@ -74,27 +74,19 @@ def test_the_interpreter_may_stand_in_the_environment(
         pass
 
 
-def test_an_unknown_server_is_refused_with_how_to_name_its_interpreter(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"named 'odd' is installed .*VERIFIERS_ODD_PYTHON"),
-        launched_server("odd", str(tmp_path)),
-    ):
-        pass
-
-
-def test_an_interpreter_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"'/no/such/python', does not exist \(VERIFIERS_ODD_PYTHON\)"),
-        launched_server("odd", str(tmp_path), python="/no/such/python"),
-    ):
-        pass
-
-
-def test_an_environment_without_the_server_is_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(WeightSyncError, match="no rollout server named odd is installed for"),
-        launched_server("odd", str(tmp_path), python=sys.executable),
-    ):
+@pytest.mark.parametrize(
+    ("python", "error", "message"),
+    [
+        (None, ConfigError, r"named 'odd' is installed .*VERIFIERS_ODD_PYTHON"),
+        ("/no/such/python", ConfigError, r"'/no/such/python', does not exist \(VERIFIERS_ODD_PYTHON\)"),
+        (sys.executable, WeightSyncError, "no rollout server named odd is installed for"),
+    ],
+    ids=["unknown", "no interpreter", "not installed there"],
+)
+def test_a_server_that_is_not_there_is_refused_with_how_to_name_its_interpreter(
+    tmp_path: Path, python: str | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message), launched_server("odd", str(tmp_path), python=python):
         pass
 
 
@@ -153,6 +145,7 @@ def test_the_trainer_takes_half_of_the_cores_where_its_server_works_on_them_at_o
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     torch.set_num_threads(2)
-    said = share_cores(GRPOConfig(str(tmp_path), use_cpu=True, **settings))
+    args = GRPOConfig(str(tmp_path), use_cpu=True, **settings)
+    said = share_cores(overlaps=args.shares_cores and args.num_batches_ahead > 0)
     assert torch.get_num_threads() == threads
     assert (said is not None) == (threads == 4)

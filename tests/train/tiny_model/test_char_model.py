@@ -33,14 +33,6 @@ def test_decoding_gives_back_the_exact_text_one_token_a_character(tokenizer: Any
     assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens_are_one_token_each_and_generation_ends_on_im_end(tokenizer: Any) -> None:
-    ids = tokenizer("<|im_start|>hi<|im_end|>")["input_ids"]
-    assert len(ids) == 4
-    assert ids[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "hi"
-    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-
-
 def test_rendering_one_more_turn_extends_the_rendering_before_it(tokenizer: Any) -> None:
     conversation = [
         {"role": "system", "content": "Spell."},
@@ -99,11 +91,3 @@ def test_only_the_answer_and_its_end_are_marked_as_the_assistants(tokenizer: Any
     )
     marked = [i for i, mark in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if mark]
     assert tokenizer.decode(marked) == "nus<|im_end|>"
-
-
-def test_the_same_seed_makes_the_same_small_untied_model(tokenizer: Any) -> None:
-    first, again, other = (char_model.make_network(tokenizer, seed=seed) for seed in (0, 0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    assert first.lm_head.weight is not first.model.embed_tokens.weight
-    assert sum(parameter.numel() for parameter in first.parameters()) < 2_500_000

@@ -7,18 +7,17 @@ precision on plain Python floats: blocks are small, and equal rewards must give 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
-from verifiers.train.validation.loss_settings import ADVANTAGE_ESTIMATORS
+from verifiers.train.conflicts import CHOICES
 from verifiers.types import RolloutKey
 
 __all__ = [
-    "AdvantageResult",
     "BlockAdvantages",
     "ScaleRewards",
     "group_advantages",
@@ -59,14 +58,9 @@ class BlockAdvantages(dict[RolloutKey, float | list[float]]):
             order.
     """
 
-    def __init__(
-        self,
-        advantages: dict[RolloutKey, float | list[float]],
-        left_out: dict[RolloutKey, str],
-        result: AdvantageResult,
-    ) -> None:
-        super().__init__(advantages)
-        self.left_out = left_out
+    def __init__(self, result: AdvantageResult) -> None:
+        super().__init__()
+        self.left_out: dict[RolloutKey, str] = {}
         self.result = result
 
 
@@ -95,7 +89,7 @@ def group_advantages(
             the call, "none" leaves r - mean as it is. The mean is always the group's. Deviations have ddof = 1.
         eps: added to the deviation; in units of reward.
         require_full_groups: keep a group out whole as soon as one of its rollouts has no reward.
-        estimator: one of `ADVANTAGE_ESTIMATORS`.
+        estimator: one of those above.
         tokens: sampled tokens of each rollout, in the layout of `rewards`, by which the deviation s (ddof = 0) and
             the mean m are weighted; one each when left out.
 
@@ -111,40 +105,38 @@ def group_advantages(
     """
     if scale_rewards not in get_args(ScaleRewards):
         raise ConfigError(f"scale_rewards is {scale_rewards!r}; choose one of {', '.join(get_args(ScaleRewards))}.")
-    if estimator not in ADVANTAGE_ESTIMATORS:
-        raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {', '.join(ADVANTAGE_ESTIMATORS)}.")
-    groups = [_floats(group) for group in rewards]
+    if estimator not in CHOICES["advantage_estimator"]:
+        choices = ", ".join(CHOICES["advantage_estimator"])
+        raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {choices}.")
+    groups = [_finite(group) for group in rewards]
     if require_full_groups:
         groups = [[None] * len(group) if None in group else group for group in groups]
     scored = [[reward for reward in group if reward is not None] for group in groups]
-    means = [_mean(values) if values else None for values in scored]
     stds = [_deviation(values) if len(values) > 1 else None for values in scored]
-    everything = [reward for values in scored for reward in values]
-    batch_std = _deviation(everything) if len(everything) > 1 else 0.0
-
     if estimator == "reinforce_plus_plus":
-        advantages = _whitened(groups, tokens, eps)
-    else:
-        advantages = [_differences(group, mean) for group, mean in zip(groups, means, strict=True)]
+        return AdvantageResult(_whitened(groups, tokens, eps), stds)
+    means = [_mean(values) if values else 0.0 for values in scored]
+    differences = [_shifted(group, mean) for group, mean in zip(groups, means, strict=True)]
     if estimator == "reinforce_plus_plus_baseline":
-        advantages = _whitened(advantages, tokens, eps)
-    elif estimator == "rloo":
+        return AdvantageResult(_whitened(differences, tokens, eps), stds)
+    scales = [1.0] * len(groups)
+    if estimator == "rloo":
         # r - mean of all n is (n - 1) / n of r - mean of the n - 1 others
-        shares = [max(1, len(values) - 1) / max(1, len(values)) for values in scored]
-        advantages = [_divided(group, share) for group, share in zip(advantages, shares, strict=True)]
-    elif estimator == "group" and scale_rewards != "none":
-        scales = [(batch_std if scale_rewards == "batch" else std or 0.0) + eps for std in stds]
-        advantages = [_divided(group, scale) for group, scale in zip(advantages, scales, strict=True)]
-    return AdvantageResult(advantages=advantages, group_stds=stds)
+        scales = [max(1, len(values) - 1) / max(1, len(values)) for values in scored]
+    elif scale_rewards == "batch":
+        everything = [reward for values in scored for reward in values]
+        scales = [(_deviation(everything) if len(everything) > 1 else 0.0) + eps] * len(groups)
+    elif scale_rewards == "group":
+        scales = [(std or 0.0) + eps for std in stds]
+    advantages = [_divided(group, scale) for group, scale in zip(differences, scales, strict=True)]
+    return AdvantageResult(advantages, stds)
 
 
-def _differences(values: Sequence[float | None], mean: float | None) -> list[float | None]:
+def _shifted(values: Sequence[float | None], mean: float) -> list[float | None]:
     """Return each value minus the mean, exactly 0.0 where the two are equal up to rounding."""
     least = ROUNDING * max((abs(value) for value in values if value is not None), default=0.0)
-    return [
-        None if value is None or mean is None else 0.0 if abs(value - mean) <= least else value - mean
-        for value in values
-    ]
+    shifted = [None if value is None else value - mean for value in values]
+    return [0.0 if value is not None and abs(value) <= least else value for value in shifted]
 
 
 def _divided(values: Sequence[float | None], by: float) -> list[float | None]:
@@ -155,20 +147,17 @@ def _whitened(
     groups: Sequence[Sequence[float | None]], tokens: Sequence[Sequence[int]] | None, eps: float
 ) -> list[list[float | None]]:
     """Subtract the mean over all groups and divide by the deviation, both weighted by `tokens`."""
-    counts = [[1] * len(group) for group in groups] if tokens is None else tokens
-    pairs = [
-        (value, count)
-        for group, sampled in zip(groups, counts, strict=True)
-        for value, count in zip(group, sampled, strict=True)
-        if value is not None and count
-    ]
+    values = [value for group in groups for value in group]
+    counts = [1] * len(values) if tokens is None else [count for group in tokens for count in group]
+    pairs = [(value, count) for value, count in zip(values, counts, strict=True) if value is not None and count]
     if not pairs:
         return [_divided(group, math.inf) for group in groups]
     total = sum(count for _, count in pairs)
-    values = [value for value, _ in pairs]
-    mean = values[0] if _are_equal(values) else math.fsum(value * count for value, count in pairs) / total
+    mean = pairs[0][0]
+    if not _are_equal([value for value, _ in pairs]):
+        mean = math.fsum(value * count for value, count in pairs) / total
     deviation = math.sqrt(math.fsum((value - mean) ** 2 * count for value, count in pairs) / total)
-    return [_divided(_differences(group, mean), deviation + eps) for group in groups]
+    return [_divided(_shifted(group, mean), deviation + eps) for group in groups]
 
 
 def rollout_advantages(
@@ -188,9 +177,7 @@ def rollout_advantages(
     dilute those that are: failed ones, and the only scored one of a group (there is no baseline for it).
 
     Args:
-        block: the scored block.
-        scale_rewards: see `group_advantages`.
-        estimator: see `group_advantages`.
+        scale_rewards, estimator: see `group_advantages`.
         penalties: subtracted from the rewards before the advantages; 0 for a rollout that is not named.
         require_full_groups: drop every rollout of a group in which one failed.
         mask_truncated_completions: truncated rollouts keep their place in the statistics but get no loss
@@ -202,50 +189,51 @@ def rollout_advantages(
             advantages, which penalties do not reach.
     """
 
-    def reward_of(rollout: Rollout) -> float | None:
-        if rollout.outcome.is_failure or rollout.reward is None:
-            return None
-        return 0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward)
-
-    def penalised(rollout: Rollout) -> float | None:
-        reward = reward_of(rollout)
-        return None if reward is None else reward - (penalties or {}).get(rollout.key, 0.0)
-
-    def advantages_of(reward: Callable[[Rollout], float | None]) -> AdvantageResult:
+    def advantages_of(subtracted: Mapping[RolloutKey, float]) -> AdvantageResult:
         return group_advantages(
-            [[reward(rollout) for rollout in group.rollouts] for group in block.groups],
+            [
+                [_reward(one, zero_truncated_completions, subtracted.get(one.key, 0.0)) for one in group.rollouts]
+                for group in block.groups
+            ],
             scale_rewards,
             require_full_groups=require_full_groups,
             estimator=estimator,
-            tokens=[
-                [sum(row.sampled_tokens for row in one.rows) for one in group.rollouts] for group in block.groups
-            ],
+            tokens=[[_sampled_tokens(one) for one in group.rollouts] for group in block.groups],
         )
 
-    result = advantages_of(reward_of)
-    trained = result if penalties is None else advantages_of(penalised)
-    advantages: dict[RolloutKey, float | list[float]] = {}
-    left_out: dict[RolloutKey, str] = {}
-    for group, values, std in zip(block.groups, trained.advantages, result.group_stds, strict=True):
+    found = BlockAdvantages(advantages_of({}))
+    trained = found.result if penalties is None else advantages_of(penalties)
+    for group, values, std in zip(block.groups, trained.advantages, found.result.group_stds, strict=True):
         for rollout, value in zip(group.rollouts, values, strict=True):
-            if reward_of(rollout) is None:
-                left_out[rollout.key] = why_unscored(rollout)
+            if _reward(rollout) is None:
+                found.left_out[rollout.key] = why_unscored(rollout)
             elif value is None:
-                left_out[rollout.key] = "group_incomplete"
+                found.left_out[rollout.key] = "group_incomplete"
             elif mask_truncated_completions and rollout.is_truncated:
-                left_out[rollout.key] = "masked_truncated"
+                found.left_out[rollout.key] = "masked_truncated"
             elif rollout.advantage is not None:
                 if penalties is not None:
                     raise ConfigError(
                         f"the environment gave {rollout.key} an advantage of its own, which kl_in_reward does not "
                         "reach; set kl_in_reward=False, or let the environment give rewards alone."
                     )
-                advantages[rollout.key] = _given_advantage(rollout)
+                found[rollout.key] = _given_advantage(rollout)
             elif std is None and estimator != "reinforce_plus_plus":
-                left_out[rollout.key] = "no_baseline"
+                found.left_out[rollout.key] = "no_baseline"
             else:
-                advantages[rollout.key] = value
-    return BlockAdvantages(advantages, left_out, result)
+                found[rollout.key] = value
+    return found
+
+
+def _reward(rollout: Rollout, zero_truncated: bool = False, penalty: float = 0.0) -> float | None:
+    """Return what a rollout counts in the statistics; None where it failed."""
+    if rollout.outcome.is_failure or rollout.reward is None:
+        return None
+    return (0.0 if zero_truncated and rollout.is_truncated else float(rollout.reward)) - penalty
+
+
+def _sampled_tokens(rollout: Rollout) -> int:
+    return sum(row.sampled_tokens for row in rollout.rows)
 
 
 def why_unscored(rollout: Rollout) -> str:
@@ -275,7 +263,7 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
         )
     if not isinstance(given, list):
         return values[0]
-    sampled = sum(row.sampled_tokens for row in rollout.rows)
+    sampled = _sampled_tokens(rollout)
     if len(values) != sampled:
         raise ConfigError(
             f"the environment gave {rollout.key} {len(values)} advantages for {sampled} sampled tokens; "
@@ -292,14 +280,11 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False)
     """
     if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
         return False
-    rewards = [
-        0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward or 0.0)
-        for rollout in group.scored
-    ]
+    rewards = [_reward(rollout, zero_truncated_completions) or 0.0 for rollout in group.scored]
     return _are_equal(rewards)
 
 
-def _floats(group: Sequence[float | None]) -> list[float | None]:
+def _finite(group: Sequence[float | None]) -> list[float | None]:
     values = [None if reward is None else float(reward) for reward in group]
     for value in values:
         if value is not None and not abs(value) <= _LARGEST:

@@ -14,29 +14,11 @@ from typing import Any
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
-from verifiers.train.batching.packing import all_micro_batches, packing_metrics
+from verifiers.train.batching.micro_batches import all_micro_batches, packing_metrics
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Outcome
 
-__all__ = ["block_metrics", "block_tokens", "curriculum_metrics", "fill_completions_table", "reward_summary"]
-
-
-def reward_summary(local: Sequence[float], everything: Sequence[float]) -> dict[str, float]:
-    """Return the mean reward per completion on one rank and over all of the block, with both denominators.
-
-    The global mean is not that of the ranks' means, which is wrong as soon as they hold different numbers of
-    completions, and some completions may be trained on no rank.
-
-    Args:
-        local: of the completions that the rank trains; no mean is given where there are none.
-        everything: every reward of the block.
-    """
-    return {
-        **({"reward/mean_per_completion": fmean(local)} if local else {}),
-        "reward/mean_per_completion_global": fmean(everything) if everything else math.nan,
-        "reward/denominator/completions_local": float(len(local)),
-        "reward/denominator/completions_global": float(len(everything)),
-    }
+__all__ = ["block_metrics", "block_tokens", "curriculum_metrics", "fill_completions_table"]
 
 
 def block_metrics(
@@ -50,9 +32,6 @@ def block_metrics(
     """Return every metric of one block, from its rollouts and what is trained of them.
 
     Args:
-        block: as it was scored.
-        trained: what is trained of it.
-        plan: of the run.
         optimizer_step: steps before its first update, for its staleness.
         chunk_size: sequences that a server in this process generates at once.
     """
@@ -60,8 +39,17 @@ def block_metrics(
     rollouts = list(block.launched)
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     everything = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    metrics = reward_summary(_rewards_of_rank_0(block, trained), everything)
-    metrics["reward"] = metrics["reward/mean_per_completion_global"]
+    of_rank_0 = _rewards_of_rank_0(block, trained)
+    mean = fmean(everything) if everything else math.nan
+    # not the mean of the ranks' means, which is wrong as soon as they hold different numbers of completions
+    metrics = {
+        "reward": mean,
+        "reward/mean_per_completion_global": mean,
+        "reward/denominator/completions_local": float(len(of_rank_0)),
+        "reward/denominator/completions_global": float(len(everything)),
+    }
+    if of_rank_0:
+        metrics["reward/mean_per_completion"] = fmean(of_rank_0)
     if everything:
         metrics |= {"reward/min": min(everything), "reward/max": max(everything)}
     metrics["rollouts/with_advantage"] = float(_with_advantage(block, trained))
@@ -242,14 +230,14 @@ def _timing(block: ScoredBlock) -> dict[str, float]:
         "rollouts/tokens_per_s": sum(map(_sampled, block)) / max(block.generation_s, 1e-9),
     }
     if latencies:
-        metrics["time/rollout_p50_s"] = percentile(latencies, 0.50)
-        metrics["time/rollout_p95_s"] = percentile(latencies, 0.95)
+        metrics["time/rollout_p50_s"] = _percentile(latencies, 0.50)
+        metrics["time/rollout_p95_s"] = _percentile(latencies, 0.95)
         metrics["time/rollout_max_s"] = latencies[-1]
         metrics["time/scoring_mean_s"] = fmean(rollout.timing.scoring_s for rollout in block)
     return metrics
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
+def _percentile(ordered: Sequence[float], share: float) -> float:
     """Return the value that `share` of the sorted values, of which there are some, do not exceed (nearest rank)."""
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 

@@ -1,4 +1,11 @@
-"""From a scored block to what each rank trains on: micro-batches of tensors, weighted so that rollouts count once."""
+"""From a scored block to what each rank trains on: micro-batches of tensors, weighted so that rollouts count once.
+
+A block is trained when it is whole, or streamed: each micro-step as soon as its groups are scored, in plan order.
+How many rollouts and sampled tokens an update has is then known only with its last micro-step. So all of its
+micro-steps are weighted by provisional numbers, and the gradient that they add up to is multiplied by actual /
+provisional weight before the optimizer's step. That is one number for every row, as means over each micro-step are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +15,63 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.rollouts.rollout import Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
-from verifiers.train.batching.collate import (
-    Dropped,
-    TrainingSample,
-    append_padding,
-    block_samples,
-    pad_rows,
-    rollout_tokens,
-    row_lengths,
-    row_tensors,
-)
-from verifiers.train.batching.packing import (
+from verifiers.train.batching.micro_batches import (
+    PADDING,
+    MicroBatch,
     MicroBatchLimit,
     MicroSteps,
     Packing,
     TensorDict,
+    TrainingSample,
     all_micro_batches,
     balance_by_length,
     keep_micro_steps,
+    pad_rows,
     shuffle_tensor_dict,
     split_tensor_dict,
 )
+from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
 from verifiers.types import RolloutKey
 
 __all__ = [
-    "PickedRows",
+    "BlockStream",
+    "Dropped",
     "TrainingBlock",
-    "UpdateSize",
-    "block_advantages",
+    "block_samples",
     "build_training_block",
     "only_advantages_matter",
-    "pack_update",
-    "pick_rows",
-    "replaced_rollouts",
+    "rollout_tokens",
     "rows_to_score",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A rollout, or one of its rows, that is not trained on.
+
+    Attributes:
+        reason: why it got no advantage (see `BlockAdvantages.left_out`), "no_sampled_tokens", "stale",
+            "longer_than_max_seq_len", "empty_prompt", "zero_advantage", "zero_variance", "not_finite" or "run_ended".
+        row: place of the row in `Rollout.rows`; None where the whole rollout is meant.
+        tokens: prompt and completion tokens of what is dropped.
+    """
+
+    key: RolloutKey
+    reason: str
+    row: int | None = None
+    tokens: int = 0
+
+    @classmethod
+    def whole(cls, rollout: Rollout, reason: str) -> Dropped:
+        """Return the record of a whole rollout."""
+        return cls(rollout.key, reason, tokens=rollout_tokens(rollout))
 
 
 @dataclass(slots=True)
@@ -58,7 +79,8 @@ class TrainingBlock:
     """One block, ready to train on.
 
     Attributes:
-        micro_steps: tensors by [micro-step][rank][micro-batch]: those of `row_tensors`, `pad_rows` and `pack_update`.
+        micro_steps: tensors by [micro-step][rank][micro-batch]: those of `pad_rows`, `token_weights` (R,) and
+            `update_tokens`.
         dropped: rollouts and rows that are not trained on, with their reasons.
     """
 
@@ -69,17 +91,15 @@ class TrainingBlock:
 
     def oldest_version(self) -> int | None:
         """Return the oldest policy version among the trained tokens; None where nothing is trained."""
-        versions = [
-            int(v) for batch in all_micro_batches(self.micro_steps) for v in batch["policy_versions"] if v >= 0
-        ]
-        return min(versions, default=None)
+        batches = all_micro_batches(self.micro_steps)
+        versions = [version for batch in batches for version in batch["policy_versions"].tolist()]
+        return min((version for version in versions if version >= 0), default=None)
 
 
 def build_training_block(
     block: ScoredBlock,
     plan: BatchPlan,
     args: GRPOConfig,
-    pad_token_id: int,
     *,
     skip_zero_advantage: bool = False,
     oldest_version: int | None = None,
@@ -96,25 +116,123 @@ def build_training_block(
         oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
         penalties: subtracted from the rollouts' rewards before the advantages.
     """
-    picked = pick_rows(block, args, oldest_version, skip_zero_advantage=skip_zero_advantage, penalties=penalties)
+    picked = _pick_rows(block, args, oldest_version, skip_zero_advantage, penalties)
     order = plan.shuffle_order(block.block_id, plan.completions_per_block)
     place = {rollout: index for index, rollout in enumerate(order)}
     samples = sorted(picked.samples, key=lambda sample: place[sample.rollout_index])
+    number = plan.gradient_accumulation_steps
     micro_steps: MicroSteps = []
-    for update in range(plan.steps_per_generation // plan.gradient_accumulation_steps):
+    for update in range(plan.steps_per_generation // number):
         counted = [one for one in samples if place[one.rollout_index] // plan.completions_per_update == update]
         trained = [sample for sample in counted if sample.rollout_index not in picked.skipped]
-        size, number = UpdateSize.of(counted), plan.gradient_accumulation_steps
-        micro_steps += pack_update(trained, size, number, plan, args, pad_token_id)
-    return TrainingBlock(block.block_id, micro_steps, picked.advantages, picked.dropped + replaced_rollouts(block))
+        micro_steps += _pack_update(trained, _UpdateSize.of(counted), number, plan, args)
+    return TrainingBlock(block.block_id, micro_steps, picked.advantages, picked.dropped + _replaced(block))
 
 
-class PickedRows(NamedTuple):
+def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig) -> MicroSteps:
+    """Pack the rows of every scored rollout, for log-probs that are needed before there are advantages.
+
+    Rows that `max_seq_len` drops are left out.
+    """
+    unweighted = {rollout.key: 0.0 for rollout in block.rollouts if rollout.is_scored}
+    samples, _ = block_samples(block, unweighted, args.max_seq_len)
+    packing = _packing(samples, plan.steps_per_generation, plan, args)
+    return _packed({"samples": _with_padding(samples, packing)}, packing)
+
+
+def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
+    """Return whether a row whose advantage is 0 adds nothing to the loss, so that it can be left out.
+
+    Args:
+        beta: coefficient of the KL term.
+        experts: the loss has the router's term of a mixture of experts.
+    """
+    return (
+        args.skip_zero_advantage_rows
+        and beta == 0.0
+        and args.entropy_coef == 0.0
+        and not args.use_adaptive_entropy
+        and args.top_entropy_quantile >= 1.0
+        and not experts
+        # a mean over a micro-step's own tokens counts every row of it
+        and not LOSS_TYPES[args.loss_type].depends_on_micro_steps
+    )
+
+
+# -- streaming -------------------------------------------------------------------------------------------------------
+
+
+class BlockStream:
+    """The micro-steps of one block that is still being generated, in order; on rank 0.
+
+    Attributes:
+        optimizer_step: at which the block's first update begins.
+        block: its groups that are scored.
+    """
+
+    def __init__(
+        self,
+        prefetcher: RolloutPrefetcher,
+        plan: BatchPlan,
+        args: GRPOConfig,
+        block_id: int,
+        optimizer_step: int,
+        *,
+        skip_zero_advantage: bool = False,
+    ) -> None:
+        self._prefetcher, self._plan, self._args = prefetcher, plan, args
+        self._block_id, self.optimizer_step = block_id, optimizer_step
+        self._skip_zero_advantage = skip_zero_advantage
+        self.block: ScoredBlock | None = None
+        self._micro_steps: MicroSteps = []
+        self._dropped: list[Dropped] = []
+        self._counted: list[TrainingSample] = []
+
+    def next(self) -> tuple[list[list[MicroBatch]], float | None]:
+        """Return each rank's micro-batches of the next micro-step, once its groups are scored.
+
+        With the last micro-step of an update comes the factor for the update's gradient.
+        """
+        plan, args, number = self._plan, self._args, len(self._micro_steps)
+        size, group = plan.completions_per_micro_step, plan.num_generations
+        first, last = number * size, (number + 1) * size
+        # from the first group on, so that places in it are those in the block
+        groups = self._prefetcher.groups(self._block_id, -(-last // group), self.optimizer_step)
+        self.block = block = ScoredBlock(self._block_id, groups)
+        here = {rollout.key for rollout in block.rollouts[first:last]}
+        oldest = self._prefetcher.oldest_version(self.optimizer_step)
+        picked = _pick_rows(block, args, oldest, self._skip_zero_advantage)
+        self._dropped += [item for item in picked.dropped if item.key in here]
+        samples = [one for one in picked.samples if block.rollouts[one.rollout_index].key in here]
+        self._counted += samples
+        samples = [sample for sample in samples if sample.rollout_index not in picked.skipped]
+        planned = plan.completions_per_update
+        # near the actual number of tokens, so that losses before they are scaled are of their usual size
+        provisional = _UpdateSize(planned, planned * (args.max_completion_length or 1))
+        (by_rank,) = _pack_update(samples, provisional, 1, plan, args)
+        self._micro_steps.append(by_rank)
+        if (number + 1) % plan.gradient_accumulation_steps:
+            return by_rank, None
+        actual, self._counted = _UpdateSize.of(self._counted), []
+        one = torch.ones(1)
+        weights = [token_weights(UpdateRows(one, one, *size), args) for size in (actual, provisional)]
+        return by_rank, float(weights[0] / weights[1])
+
+    def finish(self) -> tuple[ScoredBlock, TrainingBlock]:
+        """Return the whole block and what was trained of it, once every micro-step was handed out."""
+        block = self._prefetcher.take(self._block_id, self.optimizer_step)
+        advantages = _block_advantages(block, self._args)
+        dropped = [*self._dropped, *_replaced(block)]
+        return block, TrainingBlock(self._block_id, self._micro_steps, advantages, dropped)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+class _PickedRows(NamedTuple):
     """The rows of a block that count.
 
     Attributes:
-        advantages: of the block's rollouts.
-        samples: the rows.
         skipped: rollouts among them that are not computed, since their advantage is 0 on every token.
         dropped: the rest, and those skipped.
     """
@@ -125,42 +243,27 @@ class PickedRows(NamedTuple):
     dropped: list[Dropped]
 
 
-def pick_rows(
+def _pick_rows(
     block: ScoredBlock,
     args: GRPOConfig,
     oldest_version: int | None,
-    *,
     skip_zero_advantage: bool,
     penalties: Mapping[RolloutKey, float] | None = None,
-) -> PickedRows:
-    """Compute advantages and pick the rows that are trained; arguments as of `build_training_block`."""
-    advantages = block_advantages(block, args, penalties)
+) -> _PickedRows:
+    advantages = _block_advantages(block, args, penalties)
     samples, dropped = block_samples(block, advantages, args.max_seq_len, oldest_version)
-    refuse_forked_ratios(block, samples, args)
+    _refuse_forked_ratios(block, samples, args)
     skipped: set[int] = set()
     if skip_zero_advantage:
         with_gradient = {sample.rollout_index for sample in samples if sample.has_gradient}
         skipped = {sample.rollout_index for sample in samples} - with_gradient
-    for rollout in (block.rollouts[index] for index in sorted(skipped)):
-        dropped.append(Dropped(rollout.key, "zero_advantage", tokens=rollout_tokens(rollout)))
-    return PickedRows(advantages, samples, skipped, dropped)
+    dropped += [Dropped.whole(block.rollouts[index], "zero_advantage") for index in sorted(skipped)]
+    return _PickedRows(advantages, samples, skipped, dropped)
 
 
-def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int) -> MicroSteps:
-    """Pack the rows of every scored rollout, for log-probs that are needed before there are advantages.
-
-    Rows that `max_seq_len` drops are left out.
-    """
-    unweighted = {rollout.key: 0.0 for rollout in block.rollouts if rollout.is_scored}
-    samples, _ = block_samples(block, unweighted, args.max_seq_len)
-    rows, packing = _packed(row_tensors(samples), plan.steps_per_generation, plan, args, pad_token_id)
-    return packing.nested([pad_rows(part, pad_token_id) for part in split_tensor_dict(rows, packing.sizes)])
-
-
-def block_advantages(
+def _block_advantages(
     block: ScoredBlock, args: GRPOConfig, penalties: Mapping[RolloutKey, float] | None = None
 ) -> BlockAdvantages:
-    """Return the advantages of a block's rollouts under the run's settings."""
     return rollout_advantages(
         block,
         scale_rewards=cast("ScaleRewards", args.scale_rewards),
@@ -172,11 +275,70 @@ def block_advantages(
     )
 
 
-def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], args: GRPOConfig) -> None:
+def block_samples(
+    block: ScoredBlock,
+    advantages: Mapping[RolloutKey, float | list[float]],
+    max_seq_len: int | None = None,
+    oldest_version: int | None = None,
+) -> tuple[list[TrainingSample], list[Dropped]]:
+    """Pick the rows of a block that are trained on, in plan order.
+
+    Args:
+        advantages: of the rollouts to train on, from `rollout_advantages`.
+        max_seq_len: most prompt and completion tokens of a row together; None for no limit.
+        oldest_version: rollouts with a token of an older policy version are dropped whole; None for no limit.
+
+    Returns:
+        The rows, and what was dropped: whole rollouts (one entry each), and rows that are too long. Rows of a
+        rollout without a sampled token carry no loss; they are skipped silently as long as another row of
+        the rollout is trained on. Where a row is dropped, the rollout's other rows make up the whole of it.
+    """
+    reasons = advantages.left_out if isinstance(advantages, BlockAdvantages) else {}
+    samples: list[TrainingSample] = []
+    dropped: list[Dropped] = []
+    for index, rollout in enumerate(block.rollouts):
+        if rollout.key not in advantages:
+            dropped.append(Dropped.whole(rollout, reasons.get(rollout.key, "no_advantage")))
+        elif oldest_version is not None and any(row.oldest_version < oldest_version for row in rollout.rows):
+            dropped.append(Dropped.whole(rollout, "stale"))
+        else:
+            kept, lost = _split_rollout(rollout, advantages[rollout.key], max_seq_len)
+            sampled = sum(row.sampled_tokens for row, _ in kept)
+            samples += [TrainingSample(row, advantage, index, sampled) for row, advantage in kept]
+            if not kept and not lost:
+                lost = [Dropped.whole(rollout, "no_sampled_tokens")]
+            dropped += lost
+    return samples, dropped
+
+
+def _split_rollout(
+    rollout: Rollout, advantage: float | list[float], max_seq_len: int | None
+) -> tuple[list[tuple[TokenSequence, float | list[float]]], list[Dropped]]:
+    """Split a rollout into rows to train on, each with its share of the advantage, and rows that are dropped."""
+    kept: list[tuple[TokenSequence, float | list[float]]] = []
+    lost: list[Dropped] = []
+    start = 0
+    for place, row in enumerate(rollout.rows):
+        end = start + row.sampled_tokens
+        if end == start:
+            continue
+        share = advantage[start:end] if isinstance(advantage, list) else advantage
+        start = end
+        if max_seq_len is not None and _length(row) > max_seq_len:
+            lost.append(Dropped(rollout.key, "longer_than_max_seq_len", place, _length(row)))
+        elif not row.prompt_ids:
+            # The first completion token is predicted from the token before it; without one the
+            # trainer would score it from padding.
+            lost.append(Dropped(rollout.key, "empty_prompt", place, _length(row)))
+        else:
+            kept.append((row, share))
+    return kept, lost
+
+
+def _refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], args: GRPOConfig) -> None:
     """Refuse a rollout of several rows under a loss that computes something of each whole row.
 
-    Raises:
-        ConfigError: with the setting; the rollout would weigh otherwise than the same tokens in one row.
+    It would weigh otherwise than the same tokens in one row.
     """
     level, is_weighted = args.importance_sampling_level, args.vllm_importance_sampling_correction
     mode = args.vllm_importance_sampling_mode
@@ -197,63 +359,60 @@ def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], 
         )
 
 
-def replaced_rollouts(block: ScoredBlock) -> list[Dropped]:
+def _replaced(block: ScoredBlock) -> list[Dropped]:
     """Return the records of zero-variance groups that were replaced; failed rollouts in them keep their reason."""
-    return [
-        Dropped(
-            rollout.key,
-            "zero_variance" if rollout.is_scored else why_unscored(rollout),
-            tokens=rollout_tokens(rollout),
-        )
-        for group in block.filtered
-        for rollout in group.rollouts
-    ]
+    replaced = [rollout for group in block.filtered for rollout in group.rollouts]
+    return [Dropped.whole(one, "zero_variance" if one.is_scored else why_unscored(one)) for one in replaced]
 
 
-class UpdateSize(NamedTuple):
+def rollout_tokens(rollout: Rollout) -> int:
+    """Return the prompt and completion tokens of a rollout, over its rows."""
+    return sum(map(_length, rollout.rows))
+
+
+def _length(row: TokenSequence) -> int:
+    return len(row.prompt_ids) + len(row.completion_ids)
+
+
+# -- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+class _UpdateSize(NamedTuple):
     """Rollouts and sampled tokens of a whole update, with those that are not computed."""
 
     rollouts: int
     tokens: int
 
     @classmethod
-    def of(cls, samples: Sequence[TrainingSample]) -> UpdateSize:
-        """Count the rows of an update."""
+    def of(cls, samples: Sequence[TrainingSample]) -> _UpdateSize:
         rollouts = {sample.rollout_index for sample in samples}
         return cls(len(rollouts), sum(sample.row.sampled_tokens for sample in samples))
 
 
-def pack_update(
+def _pack_update(
     samples: Sequence[TrainingSample],
-    size: UpdateSize,
+    size: _UpdateSize,
     micro_steps: int,
     plan: BatchPlan,
     args: GRPOConfig,
-    pad_token_id: int,
 ) -> MicroSteps:
-    """Order, split, weight and pad the rows of some micro-steps of an update.
-
-    Args:
-        samples: what is computed in these micro-steps.
-        size: of the whole update.
-        micro_steps: their number.
-        pad_token_id: fills sequences and stands in padding rows.
-    """
-    rows, packing = _packed(row_tensors(samples), micro_steps, plan, args, pad_token_id)
-    rows["token_weights"] = token_weights(_update_rows(rows, packing, size), args)
-    rows["update_tokens"] = torch.tensor(float(max(size.tokens, 1)))
-    return packing.nested([pad_rows(part, pad_token_id) for part in split_tensor_dict(rows, packing.sizes)])
-
-
-def _packed(
-    rows: TensorDict, micro_steps: int, plan: BatchPlan, args: GRPOConfig, pad_token_id: int
-) -> tuple[TensorDict, Packing]:
-    """Return rows with their padding rows, in the order of their packing, and the packing."""
-    packing = _packing(row_lengths(rows), micro_steps, plan, args)
-    return shuffle_tensor_dict(append_padding(rows, packing.padding_rows, pad_token_id), packing.order), packing
+    """Order, split, weight and pad the rows of some micro-steps of an update of a given size."""
+    packing = _packing(samples, micro_steps, plan, args)
+    whole = _with_padding(samples, packing)
+    sampled_R = torch.tensor([sample.row.sampled_tokens for sample in whole])
+    rollout_R = torch.tensor([sample.rollout_sampled_tokens for sample in whole])
+    cells = [[row for batch in of_rank for row in batch] for step in packing for of_rank in step]
+    cell_R = torch.zeros(len(whole), dtype=torch.float64)
+    for cell in cells:
+        cell_R[cell] = sampled_R[cell].sum().double()
+    trained_in = sum(bool(sampled_R[cell].any()) for cell in cells)
+    weights_R = token_weights(UpdateRows(rollout_R, cell_R, *size, trained_in), args)
+    update_tokens = torch.tensor(float(max(size.tokens, 1)))
+    return _packed({"samples": whole, "token_weights": weights_R, "update_tokens": update_tokens}, packing)
 
 
-def _packing(lengths: list[int], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:
+def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:
+    lengths = [_length(sample.row) for sample in samples]
     limit = MicroBatchLimit(tokens=args.max_tokens_per_micro_batch)
     if args.max_tokens_per_micro_batch is None:
         limit = MicroBatchLimit(rows=plan.per_device_train_batch_size)
@@ -266,30 +425,15 @@ def _packing(lengths: list[int], micro_steps: int, plan: BatchPlan, args: GRPOCo
     return balance_by_length(lengths, micro_steps, plan.num_processes, limit)
 
 
-def _update_rows(rows: TensorDict, packing: Packing, size: UpdateSize) -> UpdateRows:
-    sampled_R, rollout_tokens_R = rows["sampled_tokens"], rows["rollout_sampled_tokens"]
-    assert isinstance(sampled_R, Tensor)
-    assert isinstance(rollout_tokens_R, Tensor)
-    micro_steps = torch.tensor([step * packing.ranks + rank for step, rank, _ in packing.places()])
-    micro_step_R = micro_steps.repeat_interleave(torch.tensor(packing.sizes))
-    held = torch.bincount(micro_step_R, weights=sampled_R.double())
-    return UpdateRows(rollout_tokens_R, held[micro_step_R], *size, micro_steps=int((held > 0).sum()))
+def _with_padding(samples: Sequence[TrainingSample], packing: Packing) -> list[TrainingSample]:
+    placed = sum(len(batch) for step in packing for of_rank in step for batch in of_rank)
+    return [*samples, *[PADDING] * (placed - len(samples))]
 
 
-def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
-    """Return whether a row whose advantage is 0 adds nothing to the loss, so that it can be left out.
-
-    Args:
-        beta: coefficient of the KL term.
-        experts: the loss has the router's term of a mixture of experts.
-    """
-    return (
-        args.skip_zero_advantage_rows
-        and beta == 0.0
-        and args.entropy_coef == 0.0
-        and not args.use_adaptive_entropy
-        and args.top_entropy_quantile >= 1.0
-        and not experts
-        # a mean over a micro-step's own tokens counts every row of it
-        and not LOSS_TYPES[args.loss_type].depends_on_micro_steps
-    )
+def _packed(rows: TensorDict, packing: Packing) -> MicroSteps:
+    """Return the padded micro-batches of a packing, by [micro-step][rank][micro-batch]."""
+    batches = [batch for step in packing for of_rank in step for batch in of_rank]
+    order = [row for batch in batches for row in batch]
+    parts = split_tensor_dict(shuffle_tensor_dict(rows, order), [len(batch) for batch in batches])
+    padded = iter([pad_rows(part.pop("samples")) | part for part in parts])
+    return [[[next(padded) for _ in of_rank] for of_rank in step] for step in packing]

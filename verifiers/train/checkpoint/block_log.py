@@ -24,7 +24,7 @@ from typing import Any
 
 from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import Dropped
+from verifiers.train.batching.training_block import Dropped
 from verifiers.train.checkpoint.checkpoint import sync_to_disk
 
 BLOCK_LOG = "blocks.jsonl"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
-from verifiers.data.row_source import StagedRows
+from verifiers.data.row_source import ObservesBlocks, StagedRows
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
@@ -193,6 +193,11 @@ def extra_state(directory: str | Path) -> dict[str, Any]:
     """Return what `mark_complete` was given as `extra`; empty for a checkpoint without any."""
     extra: dict[str, Any] = _marker(directory).get("extra") or {}
     return extra
+
+
+def curriculum_state(plan: BatchPlan) -> dict[str, Any]:
+    """Return what a checkpoint keeps of an adaptive curriculum, as JSON."""
+    return {"curriculum": plan.source.state()} if isinstance(plan.source, ObservesBlocks) else {}
 
 
 def _marker(directory: str | Path) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import CheckpointError, Error
 from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES, read_run, replace_file
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import Dropped
+from verifiers.train.batching.training_block import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record
 from verifiers.train.checkpoint.checkpoint import (
     MARKER,
     TENSORS,
     check_resumable,
+    curriculum_state,
     describe_run,
     extra_state,
     mark_complete,
@@ -266,7 +267,6 @@ class RunDirectory:
 
     Args:
         checksums: gives those of the policy's tensors, on rank 0; every rank calls it.
-        state: gives what a checkpoint keeps beside the model, as JSON, by the name of what it belongs to.
         blocks: gives the blocks in flight that are finished.
     """
 
@@ -279,11 +279,10 @@ class RunDirectory:
         model: str | None,
         *,
         checksums: Callable[[], dict[str, str]],
-        state: Callable[[], dict[str, Any]],
         blocks: Callable[[], Iterable[ScoredBlock]],
     ) -> None:
         self._args, self._plan, self._ranks, self._rows, self._model = args, plan, ranks, rows, model
-        self._checksums, self._state, self._blocks = checksums, state, blocks
+        self._checksums, self._blocks = checksums, blocks
         self.path = Path(str(args.output_dir))
         self._lock: Any = None
         self._block_log: BlockLog | None = None
@@ -364,7 +363,7 @@ class RunDirectory:
                     save_pending_blocks(checkpoint, self._blocks())
                 if self._block_log is not None:
                     self._block_log.sync()
-                extra = {**self._state(), TENSORS: tensors}
+                extra = {**curriculum_state(self._plan), TENSORS: tensors}
                 mark_complete(checkpoint, self._plan, step, extra, self._rows, self._model)
         if writes:
             rotate_checkpoints(self.path, self._limit, state.best_model_checkpoint)

@@ -27,8 +27,8 @@ class CheckpointWeights:
     FSDP and DeepSpeed, which train it `in_shards`, keep files of their own, under the names in memory.
     """
 
-    def __init__(self, ranks: Ranks, policy: Callable[[], Any], *, in_shards: bool) -> None:
-        self._ranks, self._policy, self._in_shards = ranks, policy, in_shards
+    def __init__(self, ranks: Ranks, model: Any, *, in_shards: bool) -> None:
+        self._ranks, self._model, self._in_shards = ranks, model, in_shards
         self._checksums: dict[str, str] = {}
         self._frozen: set[str] = set()
 
@@ -40,7 +40,7 @@ class CheckpointWeights:
         Raises:
             CheckpointError: the files cannot be read, or the policy is not as it was saved.
         """
-        path, model = Path(checkpoint), self._policy()
+        path, model = Path(checkpoint), self._model
         by_name = self._in_shards or hasattr(model, "peft_config")
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         try:
@@ -72,7 +72,7 @@ class CheckpointWeights:
         A sharded model is gathered, tensor by tensor. Parameters that are frozen, such as those below an adapter, are
         read once.
         """
-        model = self._policy()
+        model = self._model
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         known = frozen & self._frozen
         self._checksums |= gathered_tensors(

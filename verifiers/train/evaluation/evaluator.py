@@ -21,7 +21,6 @@ from verifiers.evals.evaluation_run import EvaluationRun, iter_requests, run_eva
 from verifiers.evals.statistics import Estimate
 from verifiers.evals.store import ResultStore
 from verifiers.evals.summary import RunSummary, summarize
-from verifiers.inference.endpoint import Backend
 from verifiers.inference.limiter import SubLimiter
 from verifiers.inference.server_pool import credentials, each_server
 from verifiers.inference.wire import neutral_where_unset
@@ -31,11 +30,11 @@ from verifiers.reports.evaluation import write_evaluation_report
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import RolloutActivity, Run
+from verifiers.train.batching.rollout_session import RolloutSession
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 from verifiers.train.evaluation.storage import StoredEvaluations, provenance
 from verifiers.train.processes.distributed import Ranks
-from verifiers.train.validation.sampling_args import with_template_options
 from verifiers.types import Outcome
 
 logger = logging.getLogger("verifiers.train")
@@ -63,8 +62,7 @@ class Evaluator:
     """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics.
 
     Args:
-        servers: gives what rollouts are sent to.
-        publish: brings the servers to the present weights, on rank 0, and gives the generator.
+        session: the servers and the generator, on rank 0.
 
     Attributes:
         nothing_scored: the last evaluation gave no reward.
@@ -79,12 +77,10 @@ class Evaluator:
         env: Any,
         sets: Sequence[EvalSet],
         sampling_args: dict[str, Any],
-        *,
-        servers: Callable[[], Backend],
-        publish: Callable[[], AsyncBatchGenerator],
+        session: RolloutSession,
     ) -> None:
         self._args, self._plan, self._ranks, self._env = args, plan, ranks, env
-        self._sampling_args, self._servers, self._publish = sampling_args, servers, publish
+        self._sampling_args, self._session = sampling_args, session
         self.timer = timer
         self.sets = tuple(sets)
         self.nothing_scored = False
@@ -97,16 +93,20 @@ class Evaluator:
         return choose_eval_sets(self._env, eval_dataset, most=self._args.num_eval_prompts)
 
     @in_stage("eval")
-    def evaluate(self, sets: Sequence[EvalSet], *, step: int, prefix: str, required: bool) -> dict[str, float]:
+    def evaluate(
+        self, sets: Sequence[EvalSet], *, step: int, version: int, prefix: str, required: bool
+    ) -> dict[str, float]:
         """Roll out all sets under the present weights and return the metrics; every rank calls it.
 
         Args:
+            step: of the weights.
+            version: under which they are pushed.
             required: an evaluation without a reward is an error, not a warning.
 
         Raises:
             NothingScoredError: no rollout of a set got a reward, or it ran out of time.
         """
-        measured: Measured = self._ranks.on_rank_0(lambda: self._evaluate_on_rank_0(sets, step, prefix))
+        measured: Measured = self._ranks.on_rank_0(lambda: self._evaluate_on_rank_0(sets, step, version, prefix))
         self.nothing_scored = bool(measured.failures)
         if measured.failures:
             text = "; ".join(measured.failures)
@@ -115,8 +115,8 @@ class Evaluator:
             logger.warning("The evaluation of step %d gave no reward, and training continues: %s", step, text)
         return measured.metrics
 
-    def _evaluate_on_rank_0(self, sets: Sequence[EvalSet], step: int, prefix: str) -> Measured:
-        generator = self._publish()
+    def _evaluate_on_rank_0(self, sets: Sequence[EvalSet], step: int, version: int, prefix: str) -> Measured:
+        generator = self._session.publish(version)
         limiter = SubLimiter(generator.rollout_run().limiter, self._args.eval_max_concurrent)
         parts = []
         for one in sets:
@@ -180,8 +180,11 @@ class Evaluator:
             ) from None
 
     @in_stage("eval")
-    def evaluate_block(self, eval_dataset: Any = None) -> ScoredBlock:
+    def evaluate_block(self, version: int, eval_dataset: Any = None) -> ScoredBlock:
         """Roll out the prompts of the only set, or of rows that are given instead, and keep the rollouts; on rank 0.
+
+        Args:
+            version: under which the present weights are pushed.
 
         Raises:
             NothingScoredError: no rollout got a reward, or it ran out of time.
@@ -193,7 +196,7 @@ class Evaluator:
             names = ", ".join(one.name for one in sets)
             raise ConfigError(f"there are several eval sets ({names}); give rows of one, or call evaluate().")
         (one,) = sets
-        generator = self._publish()
+        generator = self._session.publish(version)
         limiter = SubLimiter(generator.rollout_run().limiter, self._args.eval_max_concurrent)
         runner = _runner_of(generator, one, self._sampling(one), limiter)
         requests = list(iter_requests(one.dataset, self._args.num_generations_eval or 1, self._args.seed))
@@ -210,7 +213,7 @@ class Evaluator:
     # -- one evaluation -------------------------------------------------------------------------------------------
 
     def _redactor(self) -> Redactor:
-        args, (key, headers) = self._args, credentials(self._servers())
+        args, (key, headers) = self._args, credentials(self._session.servers)
         given = {str(place): part.env_args for place, part in enumerate(self.sets)}
         urls = list(args.server_urls or [args.server_url])
         return Redactor([secret for url in urls for secret in secrets_of_run(url, key, headers, given)])
@@ -224,7 +227,7 @@ class Evaluator:
             own = dict(getattr(one.env, "sampling_args", None) or {})
             if self._args.chat_template_kwargs:
                 extra = own.get("extra_body") or {}
-                options = with_template_options(extra, self._args)
+                options = self._args.template_options(extra)
                 own["extra_body"] = {**extra, "chat_template_kwargs": options}
             given = {**own, "max_tokens": self._args.max_completion_length}
         extra = dict(given.get("extra_body") or {})
@@ -234,7 +237,7 @@ class Evaluator:
 
     def _metadata(self, one: EvalSet, sampling: dict[str, Any], weights_step: int) -> dict[str, Any]:
         args = self._args
-        urls = [url_without_secrets(each.base_url or args.server_url) for each in each_server(self._servers())]
+        urls = [url_without_secrets(each.base_url or args.server_url) for each in each_server(self._session.servers)]
         return {
             "env": one.env_name,
             **provenance(one.env_name),

@@ -5,15 +5,13 @@ backward pass computes each tile again. TRL calls it with tiles of 4,096 tokens 
 kernel, which works in place; its torch fallback makes some seven float32 copies of a tile, and scores prompts too.
 Other candidates: torch's `linear_cross_entropy` and Liger's fused linear cross-entropy have neither entropies nor
 soft-capped logits, and Liger needs Triton.
-
-`assemble_old_log_probs` is public: it is for training on rollouts that were sampled and scored somewhere else.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -26,19 +24,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from verifiers.errors import ConfigError
 from verifiers.train.processes.distributed import Ranks
 
-__all__ = [
-    "PolicyLogprobs",
-    "Scored",
-    "assemble_old_log_probs",
-    "fuse_head",
-    "fuse_heads",
-    "head_log_probs",
-    "log_probs_of_copy",
-    "logit_scale_and_cap",
-]
+__all__ = ["PolicyLogprobs", "Scored", "fuse_head", "fuse_heads", "head_log_probs", "log_probs_of_copy"]
 
 IGNORED = -100
 """Label of a position that is not scored."""
@@ -57,7 +45,6 @@ def head_log_probs(
     Args:
         model: whose output embeddings and config turn the states into logits. Weights that FSDP shards are gathered.
         states_NH: last hidden states, each of the position before its token.
-        ids_N: the tokens.
         temperature: divides the logits.
         outputs: "entropy" among them asks for entropies.
     """
@@ -71,12 +58,12 @@ def head_log_probs(
     if weight.device.type == "cpu":
         words = _CPU_TILE // max(1, min(len(ids_N), _TILE_TOKENS))
     words = min(words, weight.shape[0])
-    scale, cap = logit_scale_and_cap(model.config)
+    scale, cap = _logit_scale_and_cap(model.config)
     found = ChunkedLogProbFunction.apply(states_NH, weight, bias, ids_N, temperature, words, cap, scale, outputs)
     return found[0], found[1]
 
 
-def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
+def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
     """Return the factor of a model's logits, then the c of c * tanh(logits / c); None where they are not capped."""
     text = config.get_text_config()
     # Gemma; RecurrentGemma; xLSTM
@@ -111,7 +98,6 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
 
     Args:
         model: a causal language model of transformers, without adapter or wrapper; changed in place.
-        temperature: divides the logits.
         outputs: fields of the result that are computed: "log_probs", and "entropy" where asked for.
         in_float32: the head's product is in float32, whatever the model's.
     """
@@ -172,31 +158,23 @@ class PolicyLogprobs:
     """Log-probs of completions at the training temperature; all but `score` without gradient.
 
     Args:
-        accelerator: puts tensors on the model's device.
-        ranks: of the run.
-        policy: gives the trained model, as the accelerator wraps it.
-        reference: gives the reference model; None where the policy without its adapter is the reference.
-        copy: gives a frozen copy of the policy on another device that has the present weights, or None.
+        reference: the reference model; None where the policy without its adapter is the reference.
         batch_size: rows in one forward pass; None for all of a micro-batch.
-        temperature: of the training.
     """
 
     def __init__(
         self,
         accelerator: Any,
         ranks: Ranks,
+        policy: Any,
+        reference: Any,
         *,
-        policy: Callable[[], Any],
-        reference: Callable[[], Any],
-        copy: Callable[[], Any],
         batch_size: int | None,
         temperature: float,
     ) -> None:
-        self._ranks = ranks
-        ranks.register("score", self.of_policy)
-        self._accelerator = accelerator
-        self._policy, self._reference, self._copy = policy, reference, copy
+        self._accelerator, self._ranks, self._policy, self._reference = accelerator, ranks, policy, reference
         self._batch_size, self._temperature = batch_size, temperature
+        ranks.register("score", self.of_policy)
 
     def score(self, model: Any, batch: Mapping[str, Tensor], *, experts: bool = False) -> Scored:
         """Score the completions of a micro-batch by a model whose head is fused.
@@ -204,9 +182,8 @@ class PolicyLogprobs:
         Args:
             experts: ask for the router's loss.
         """
-        device, width = self._accelerator.device, batch["completion_ids"].size(1)
-        ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(device)
-        mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(device)
+        width = batch["completion_ids"].size(1)
+        ids_RT, mask_RT = _whole_rows(batch, self._accelerator.device)
         labels_RT = ids_RT.masked_fill(mask_RT == 0, IGNORED)
         labels_RT[:, :-width] = IGNORED
         options = {"output_router_logits": True} if experts else {}
@@ -229,21 +206,19 @@ class PolicyLogprobs:
 
     def of_policy(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs (R, C) under the policy as it is now."""
-        return self.of_model(self._policy(), batch)
+        return self.of_model(self._policy, batch)
 
     def of_reference(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs (R, C) under the reference model."""
-        reference = self._reference()
-        if reference is not None:
-            return self.of_model(reference, batch)
-        adapters = self._accelerator.unwrap_model(self._policy())
+        if self._reference is not None:
+            return self.of_model(self._reference, batch)
+        adapters = self._accelerator.unwrap_model(self._policy)
         adapter = "ref" if "ref" in adapters.peft_config else None
         with trl.trainer.utils.use_adapter(adapters, adapter_name=adapter):
             return self.of_policy(batch)
 
-    def old(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probs (R, C) under the present policy, by its frozen copy where there is one."""
-        copy = self._copy()
+    def old(self, batch: Mapping[str, Tensor], copy: Any = None) -> Tensor:
+        """Return the log-probs (R, C) under the present policy, by a frozen copy of it where there is one."""
         if copy is None:
             return self.of_policy(batch)
         size = self._batch_size or len(batch["completion_ids"])
@@ -256,8 +231,6 @@ class PolicyLogprobs:
         """Return the log-prob of each token of one completion under the policy as it is now.
 
         Args:
-            prompt_ids: token ids of the prompt.
-            ids: token ids of the completion.
             together: all ranks compute it, from inside `Ranks.on_rank_0`; for a sharded policy.
         """
         batch = {"prompt_ids": torch.tensor([list(prompt_ids)]), "completion_ids": torch.tensor([list(ids)])}
@@ -272,13 +245,10 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
     """Return the log-probs (R, C) of a micro-batch's completions by a plain causal language model, on its device.
 
     Args:
-        copy: a frozen model of transformers.
         batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C).
-        temperature: divides the logits.
         batch_size: rows in one forward pass.
     """
-    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(copy.device)
-    mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(copy.device)
+    ids_RT, mask_RT = _whole_rows(batch, copy.device)
     width = batch["completion_ids"].size(1)
     found = []
     for ids, mask in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), strict=True):
@@ -289,39 +259,7 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
     return torch.cat(found)
 
 
-def assemble_old_log_probs(
-    log_probs: Sequence[Sequence[float]], attention_mask_RT: Tensor, loss_mask_RT: Tensor
-) -> Tensor:
-    """Align old log-probs with training tensors, shifted as log-probs are: position t is that of token t.
-
-    Args:
-        log_probs: for each of R rows the log-prob (nats) of each of its sampled tokens, in order.
-        attention_mask_RT: 1 on real tokens, (R, T).
-        loss_mask_RT: 1 on sampled tokens, (R, T).
-
-    Returns:
-        (R, T - 1): positions 1 .. T - 1, since the first token of a row has no log-prob; 0.0 off the sampled tokens.
-
-    Raises:
-        ConfigError: another number of rows or of sampled tokens than the tensors have, or a sampled token that
-            is not a real one, or is the first.
-    """
-    if attention_mask_RT.shape != loss_mask_RT.shape or len(log_probs) != len(loss_mask_RT):
-        raise ConfigError(
-            f"{len(log_probs)} rows of old log-probs against masks of shape {tuple(attention_mask_RT.shape)} and "
-            f"{tuple(loss_mask_RT.shape)}: give one row of log-probs for each row of equal masks."
-        )
-    sampled_RT = loss_mask_RT.bool()
-    if bool((sampled_RT & ~attention_mask_RT.bool()).any()) or bool(sampled_RT[:, :1].any()):
-        raise ConfigError("the loss mask covers padding or a row's first token, which no policy has sampled.")
-    counts = sampled_RT.sum(dim=1).tolist()
-    for row, (given, count) in enumerate(zip(log_probs, counts, strict=True)):
-        if len(given) != count:
-            raise ConfigError(
-                f"row {row} has {len(given)} old log-probs and {count} sampled tokens; give one for each token."
-            )
-    assembled_RT = torch.zeros(loss_mask_RT.shape, dtype=torch.float32, device=loss_mask_RT.device)
-    flat = [value for given in log_probs for value in given]
-    # a boolean mask is read row by row, in the order of the lists
-    assembled_RT[sampled_RT] = torch.tensor(flat, dtype=torch.float32, device=loss_mask_RT.device)
-    return assembled_RT[:, 1:]
+def _whole_rows(batch: Mapping[str, Tensor], device: Any) -> tuple[Tensor, Tensor]:
+    """Return ids and mask (R, T) of prompts and completions together."""
+    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(device)
+    return ids_RT, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(device)

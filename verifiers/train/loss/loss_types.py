@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +17,8 @@ from torch import Tensor
 __all__ = ["LOSS_TYPES", "LossSettings", "LossType", "TokenTerms", "UpdateRows", "token_weights"]
 
 
-class LossSettings(Protocol):
-    """The settings that the loss reads, under their names in `GRPOConfig`."""
-
-    loss_type: str
-    importance_sampling_level: str
-    epsilon: float
-    epsilon_high: float | None
-    delta: float | None
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
-    vespo_k_pos: float
-    vespo_lambda_pos: float
-    vespo_k_neg: float
-    vespo_lambda_neg: float
-    max_completion_length: int | None
-    beta: float
-    kl_estimator: str | None
-    use_bias_correction_kl: bool
-    off_policy_mask_threshold: float | None
-    vllm_importance_sampling_correction: bool
-    vllm_importance_sampling_mode: str
-    vllm_importance_sampling_clip_max: float | None
-    vllm_importance_sampling_clip_min: float | None
+LossSettings = Any
+"""A `GRPOConfig`, or what has those of its settings that the loss reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +127,7 @@ def clipped(terms: TokenTerms, args: LossSettings) -> Tensor:
 
 def capped(terms: TokenTerms, args: LossSettings) -> Tensor:
     """Return min(r, epsilon_high) A log pi, the first factor without gradient."""
-    return terms.ratio.detach().clamp(max=upper_epsilon(args)) * terms.advantage_RC * terms.logps_RC
+    return terms.ratio.detach().clamp(max=args.epsilon_high) * terms.advantage_RC * terms.logps_RC
 
 
 def softly_gated(terms: TokenTerms, args: LossSettings) -> Tensor:
@@ -162,14 +141,9 @@ def gamma_weighted(terms: TokenTerms, args: LossSettings) -> Tensor:
     return gamma_weights(terms, args) * terms.advantage_RC * terms.logps_RC
 
 
-def upper_epsilon(args: LossSettings) -> float:
-    """Return `epsilon_high`, or `epsilon` where it is not set."""
-    return args.epsilon if args.epsilon_high is None else args.epsilon_high
-
-
 def clip_range(args: LossSettings) -> tuple[float, float]:
     """Return the ratios between which the objective has a gradient whatever the advantage."""
-    return 1 - args.epsilon, 1 + upper_epsilon(args)
+    return 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
 
 
 @torch.no_grad()
@@ -204,17 +178,12 @@ def clip_ratios(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
 
 def cap_ratio(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     """Return which sampled tokens of a positive advantage are capped."""
-    return {"cispo_clip_ratio": terms.of_tokens((terms.ratio > upper_epsilon(args)) & (terms.advantage_RC > 0))}
+    return {"cispo_clip_ratio": terms.of_tokens((terms.ratio > args.epsilon_high) & (terms.advantage_RC > 0))}
 
 
 def gamma_means(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     """Return phi(w) of each row."""
     return {"vespo/phi_seq_mean": terms.of_rows(gamma_weights(terms, args))}
-
-
-def nothing(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
-    """Return nothing to log."""
-    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +200,7 @@ class LossType:
 
     objective: Callable[[TokenTerms, LossSettings], Tensor]
     mean: Callable[[UpdateRows, LossSettings], Tensor]
-    measure: Callable[[TokenTerms, LossSettings], dict[str, Tensor]] = nothing
+    measure: Callable[[TokenTerms, LossSettings], dict[str, Tensor]] = lambda terms, args: {}
     multiplies_ratios: bool = False
 
     @property

@@ -52,7 +52,6 @@ def policy_loss(
         entropy_RC: entropies of their distributions, with gradient.
         batch: the micro-batch: `loss_mask`, `advantages` and `sampler_logps` (R, C), `token_weights` (R,),
             `update_tokens`, and where there are any `old_logps` (those of this pass, if not) and `reference_logps`.
-        args: settings.
         entropy_coef: coefficient of the mean entropy over the update's tokens.
         trained_RC: tokens whose objective counts; all that were sampled when left out.
     """
@@ -120,7 +119,6 @@ def kl_terms(logps_RC: Tensor, reference_RC: Tensor, ratio: Tensor, estimator: s
         logps_RC: log pi, with gradient.
         reference_RC: log pi_ref.
         ratio: pi / pi_old, with gradient.
-        estimator: "k1", "k2" or "k3".
         corrected: multiply by that factor.
     """
     difference_RC = logps_RC - reference_RC

@@ -12,13 +12,10 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.installation import SERVERS, install_hint
-
-if TYPE_CHECKING:
-    from verifiers.train.config import GRPOConfig
 
 __all__ = ["installed_servers", "launched_server", "share_cores"]
 
@@ -44,7 +41,7 @@ def installed_servers() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group="verifiers.servers")}
 
 
-def share_cores(args: GRPOConfig) -> str | None:
+def share_cores(*, overlaps: bool) -> str | None:
     """Compute with half of the CPU's cores, where the rollout server has work on the same machine meanwhile.
 
     Two teams of threads that each take every core make a small model's steps several times slower. A trainer and a
@@ -56,7 +53,7 @@ def share_cores(args: GRPOConfig) -> str | None:
     """
     import torch
 
-    if "OMP_NUM_THREADS" in os.environ or not args.shares_cores or args.num_batches_ahead == 0:
+    if "OMP_NUM_THREADS" in os.environ or not overlaps:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // 2)
@@ -80,9 +77,8 @@ def launched_server(
 
     Args:
         name: of an installed server, e.g. "embedded" or "vllm".
-        model: directory or hub name that it serves.
         args: further command-line arguments.
-        start_timeout_s: how long it may take until it listens, in seconds.
+        start_timeout_s: how long it may take until it listens.
         log_path: where its output goes; a temporary file when left out.
         python: the interpreter that has the server installed, where that is another environment than this one;
             the environment variable VERIFIERS_<NAME>_PYTHON when left out, else this interpreter.

@@ -1,13 +1,11 @@
 """A short supervised start, so that reinforcement learning has something to reinforce.
 
 The model is shown the answers of a small part of the training words, with TRL's SFTTrainer, until it solves between a
-quarter and a half of *other* words. The window is sharp (a model of this size goes from 0.1 to 0.9 within some
-steps), so accuracy is measured every few steps, and a jump over the window is taken back and repeated with half the
-learning rate. Few words are shown, because a model that has seen few is sure of what it says: its samples are nearly
-as good as its greedy answers, and groups of samples differ where there is something to learn.
-
-Accuracy here is greedy exact match on words that are never shown, with or without `<answer>` tags. They stop the warm
-start; that they are chosen by can only make the start look better than it is, and the gain after it smaller.
+quarter and a half of *other* words: greedy exact match, with or without `<answer>` tags. The window is sharp (a model
+of this size goes from 0.1 to 0.9 within some steps), so accuracy is measured every few steps, and a jump over the
+window is taken back and repeated with half the learning rate. Few words are shown, because a model that has seen few
+is sure of what it says: its samples are nearly as good as its greedy answers, and groups of samples differ where
+there is something to learn.
 """
 
 from __future__ import annotations
@@ -191,12 +189,7 @@ def spelling_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 def make_tiny_model(directory: str | Path, *, seed: int = 0) -> WarmStartResult:
     """Make the small model of the tutorial: it spells a third of short words backward, half of them in tags.
 
-    Args:
-        directory: where model and tokenizer go; must not exist.
-        seed: of the weights, the words and their order.
-
-    Raises:
-        RuntimeError: as `warm_start`.
+    The directory must not exist; raises as `warm_start` does.
     """
     pairs = spelling_pairs(NUM_SHOWN + NUM_EVAL, seed)
     target = Path(directory)

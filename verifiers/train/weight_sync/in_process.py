@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from verifiers.errors import ConfigError, WeightSyncError
@@ -18,7 +18,7 @@ class InProcessSync(WeightSync):
     parameter; between pushes its logits do not move.
 
     Args:
-        policy: gives the trained model, unwrapped.
+        policy: the trained model, unwrapped.
         device: where the copy lives, such as "cuda:1" or "cpu".
         slots: most sequences generated at once.
         threads: CPU threads of torch that generate; None leaves torch's choice.
@@ -27,7 +27,7 @@ class InProcessSync(WeightSync):
 
     def __init__(
         self,
-        policy: Callable[[], Any],
+        policy: Any,
         tokenizer: Any,
         device: str,
         *,
@@ -51,7 +51,7 @@ class InProcessSync(WeightSync):
                 f"rollout_device={self._device!r} needs the embedded server, which is not installed; "
                 f"{install_hint('embedded')}."
             ) from error
-        policy = self._policy()
+        policy = self._policy
         try:
             with policy_tensors(policy) as tensors:
                 self._running = InProcessServer.of_policy(

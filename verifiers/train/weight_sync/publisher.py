@@ -29,10 +29,8 @@ _PROMPTS_MEASURED = 256
 _DESCRIBE_S = 600.0
 
 
-def default_weight_sync(
-    args: GRPOConfig, servers: Sequence[Backend], policy: Callable[[], Any], tokenizer: Any
-) -> WeightSync:
-    """Return the weight sync that a run's settings name; `policy` gives the trained model, unwrapped.
+def default_weight_sync(args: GRPOConfig, servers: Sequence[Backend], policy: Any, tokenizer: Any) -> WeightSync:
+    """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped.
 
     Raises:
         ConfigError: the servers have different API keys.
@@ -64,16 +62,11 @@ def default_weight_sync(
 
 
 class PolicyWeights:
-    """The trained model's tensors, on one rank or sharded over them; `policy` gives it, unwrapped."""
+    """The trained model's tensors, on one rank or sharded over them; `model` is unwrapped."""
 
-    def __init__(self, ranks: Ranks, policy: Callable[[], Any]) -> None:
-        self._ranks, self._policy = ranks, policy
+    def __init__(self, ranks: Ranks, model: Any) -> None:
+        self._ranks, self.model = ranks, model
         ranks.register("gather", self.gather)
-
-    @property
-    def model(self) -> Any:
-        """The trained model, unwrapped."""
-        return self._policy()
 
     @property
     def is_sharded(self) -> bool:
@@ -119,7 +112,7 @@ class WeightPublisher:
     ) -> None:
         self._args, self._weights, self._tokenizer, self._rows = args, weights, tokenizer, rows
         backend = backend_for(client if client is not None else list(args.server_urls or [args.server_url]))
-        self.sync = sync or default_weight_sync(args, each_server(backend), lambda: weights.model, tokenizer)
+        self.sync = sync or default_weight_sync(args, each_server(backend), weights.model, tokenizer)
         self.servers: Backend = self.sync.route(backend)
         self._client_given = client is not None
         self._check = check

@@ -12,7 +12,7 @@ from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.data.sampler import rollout_seed
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.batching.prefetch import RolloutPrefetcher
+from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.types import Outcome, RolloutKey
 
 ROWS = [{"question": f"q{index}", "prompt": [{"role": "user", "content": f"q{index}"}]} for index in range(40)]

@@ -14,8 +14,8 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.train.config import GRPOConfig
-from verifiers.train.planned_run import datasets_of, planned_run
 from verifiers.train.run_lifecycle import restore_curriculum, still_planned
+from verifiers.train.run_plan import datasets_of, plan_batches
 
 STAGES = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["a", {"id": "b", "weight": 2}]}]})
 
@@ -42,25 +42,25 @@ def config(**settings: Any) -> GRPOConfig:
 
 def test_the_plan_of_a_run_asks_the_curriculum_or_what_the_environment_brings() -> None:
     group = vf.EnvGroup([env_with(None), env_with(None)], ["a", "b"])
-    assert planned_run(config(), group).source is None
-    plan = planned_run(config(), group, STAGES)
+    assert plan_batches(config(), group).source is None
+    plan = plan_batches(config(), group, STAGES)
     assert {row // 6 for row in plan.example_ids(0)} == {0, 1}
     group.row_source = plan.source
-    assert planned_run(config(), group).source is plan.source
+    assert plan_batches(config(), group).source is plan.source
     with pytest.raises(ConfigError, match="brings a curriculum of its own"):
-        planned_run(config(), group, STAGES)
+        plan_batches(config(), group, STAGES)
 
 
 def test_a_dataset_too_small_for_the_runs_blocks_is_refused_before_the_run() -> None:
     group = vf.EnvGroup([env_with(None), env_with(None, 3)], ["a", "b"])
     with pytest.raises(ConfigError, match="different rows of dataset 'b', which has 3"):
-        planned_run(config(per_device_train_batch_size=12), group, STAGES)
+        plan_batches(config(per_device_train_batch_size=12), group, STAGES)
 
 
 def test_saves_inside_a_block_are_refused_with_the_plan_so_that_a_dry_run_sees_them() -> None:
     saving = config(num_iterations=2, save_strategy="steps", save_steps=3)
     with pytest.raises(ConfigError, match=r"save_steps is 3, but a block serves 2 optimizer steps.*give 2 or 4"):
-        planned_run(saving, vf.EnvGroup([env_with(None)], ["a"]))
+        plan_batches(saving, vf.EnvGroup([env_with(None)], ["a"]))
 
 
 def test_a_checkpoints_blocks_are_kept_where_their_prompts_are_still_the_plans() -> None:

@@ -1,4 +1,4 @@
-"""The importance weights between sampler and proximal policy, by numbers worked out by hand."""
+"""Importance weights and estimators of the KL, by numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from verifiers.train.loss.policy_loss import importance_weights, measure_mismatch
-from verifiers.train.validation.loss_settings import IMPORTANCE_SAMPLING_MODES
+from verifiers.train.conflicts import CHOICES
+from verifiers.train.loss.policy_loss import importance_weights, kl_terms, measure_mismatch
+
+MODES = CHOICES["vllm_importance_sampling_mode"]
 
 RATIOS = [[2.0, 0.5, 4.0], [0.25, 8.0, 1.0]]
 """pi_old / mu of each token; the third of row one and the second of row two are the environment's."""
@@ -19,23 +21,6 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])
 SAMPLING = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -0.1, -0.7]])
 OLD = SAMPLING + torch.tensor(RATIOS).log()
 
-# products over sampled tokens: row one 2 x 0.5 = 1, row two 0.25 x 1 = 0.25
-EXPECTED: dict[tuple[str, float | None, float | None], list[list[float]]] = {
-    ("token_truncate", None, None): [[2, 0.5, 1], [0.25, 1, 1]],
-    ("token_truncate", 1.5, None): [[1.5, 0.5, 1], [0.25, 1, 1]],
-    ("token_truncate", 1.5, 0.4): [[1.5, 0.5, 1], [0.4, 1, 1]],
-    ("token_truncate", None, 0.4): [[2, 0.5, 1], [0.4, 1, 1]],
-    ("token_mask", None, None): [[2, 0.5, 1], [0.25, 1, 1]],
-    ("token_mask", 1.5, None): [[0, 0.5, 1], [0.25, 1, 1]],
-    ("token_mask", 1.5, 0.4): [[0, 0.5, 1], [0, 1, 1]],
-    ("sequence_truncate", None, None): [[1, 1, 1], [0.25, 1, 0.25]],
-    ("sequence_truncate", 0.5, None): [[0.5, 0.5, 1], [0.25, 1, 0.25]],
-    ("sequence_truncate", 3.0, 0.4): [[1, 1, 1], [0.4, 1, 0.4]],
-    ("sequence_mask", 3.0, None): [[1, 1, 1], [0.25, 1, 0.25]],
-    ("sequence_mask", 0.5, None): [[0, 0, 1], [0.25, 1, 0.25]],
-    ("sequence_mask", 3.0, 0.4): [[1, 1, 1], [0, 1, 0]],
-}
-
 
 def bounds(mode: str, high: float | None, low: float | None = None) -> Any:
     """Return the settings of the importance weights."""
@@ -43,24 +28,13 @@ def bounds(mode: str, high: float | None, low: float | None = None) -> Any:
     return SimpleNamespace(**{f"{prefix}mode": mode, f"{prefix}clip_max": high, f"{prefix}clip_min": low})
 
 
-@pytest.mark.parametrize("case", EXPECTED, ids=str)
-def test_weights_by_mode_and_bounds(case: tuple[str, float | None, float | None]) -> None:
-    mode, clip_max, clip_min = case
-    weights = importance_weights(OLD, SAMPLING, MASK, bounds(mode, clip_max, clip_min))
-    assert torch.allclose(weights, torch.tensor(EXPECTED[case], dtype=torch.float32), atol=1e-6)
-
-
-def test_every_mode_is_worked_out() -> None:
-    assert {mode for mode, _, _ in EXPECTED} == set(IMPORTANCE_SAMPLING_MODES)
-
-
-@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_where_the_policies_agree_the_weight_is_exactly_one(mode: str) -> None:
     weights = importance_weights(SAMPLING, SAMPLING, MASK, bounds(mode, 3.0, 0.5))
     assert torch.equal(weights, torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_what_is_recorded_of_environment_tokens_does_not_matter(mode: str) -> None:
     usual = importance_weights(OLD, SAMPLING, MASK, bounds(mode, 3.0))
     for value in (0.0, -50.0, float("nan"), float("inf")):
@@ -99,3 +73,52 @@ def test_a_sequences_ratio_is_what_sequence_modes_measure_and_clip() -> None:
     # the ratios of single tokens, of which none is above the bound, do not matter
     assert found["sampling/clipped_share"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert found["sampling/sampling_logp_difference/max"].max() == pytest.approx(math.log(3))
+
+
+# -- the KL ----------------------------------------------------------------------------------------------------------
+
+REFERENCE = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.6931472), ("k2", 0.2402265), ("k3", 0.1931472)])
+def test_a_token_twice_as_likely_as_under_the_reference_gives_the_worked_numbers(
+    estimator: str, expected: float
+) -> None:
+    logps, reference = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
+    for corrected in (False, True):
+        found = kl_terms(logps, reference, torch.ones(1, 1), estimator, corrected=corrected)
+        assert found.item() == pytest.approx(expected)
+    # sampled at 0.4, the token counts 0.5 / 0.4 times
+    ratio = torch.tensor([[1.25]])
+    assert kl_terms(logps, reference, ratio, estimator, corrected=True).item() == pytest.approx(1.25 * expected)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "corrected", "on_policy", "has_the_gradient"),
+    [
+        ("k1", True, True, True),
+        ("k1", True, False, True),
+        ("k2", True, True, True),
+        ("k2", True, False, True),
+        ("k2", False, True, True),
+        ("k2", False, False, False),
+        ("k1", False, True, False),
+        ("k3", True, True, True),
+        ("k3", True, False, True),
+        ("k3", False, True, False),
+    ],
+)
+def test_in_expectation_over_the_sampler_the_gradient_is_that_of_the_kl(
+    estimator: str, corrected: bool, on_policy: bool, has_the_gradient: bool
+) -> None:
+    logits = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    logps = logits.log_softmax(0)
+    sampler = logps.detach() if on_policy else torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    (wanted,) = torch.autograd.grad((logps.exp() * (logps - REFERENCE)).sum(), logits, retain_graph=True)
+    # each token is a row of its own, as likely as the sampler makes it
+    ratio = (logps - sampler).exp()[:, None]
+    terms = kl_terms(logps[:, None], REFERENCE[:, None], ratio, estimator, corrected=corrected)
+    (found,) = torch.autograd.grad((sampler.exp() * terms.squeeze(1)).sum(), logits)
+    assert torch.allclose(found, wanted) is has_the_gradient
+    if estimator == "k1" and not corrected:
+        torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-12, rtol=0.0)

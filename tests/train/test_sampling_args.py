@@ -12,7 +12,7 @@ from verifiers.errors import ConfigError
 from verifiers.inference.wire import NEUTRAL, refuse_biased_call
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.train.config import GRPOConfig
-from verifiers.train.validation.sampling_args import training_sampling_args
+from verifiers.train.run_plan import training_sampling_args
 
 WITHOUT_CORRECTION = {"vllm_importance_sampling_correction": False, "num_batches_ahead": 0}
 BIASED: dict[str, Any] = {

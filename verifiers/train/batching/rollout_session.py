@@ -1,8 +1,9 @@
-"""Prefetching of rollouts on rank 0: when blocks are submitted, and which weights the servers hold meanwhile."""
+"""The rollouts of a run on rank 0: its servers and generator, which blocks are in flight, and under which weights."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,32 +11,159 @@ from typing import Any
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.sampler import rollout_seed
 from verifiers.envs.datasets import row_fields
+from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.errors import GenerationError
+from verifiers.inference.endpoint import Backend
+from verifiers.inference.wire import refuse_biased_call
 from verifiers.monitoring.stage_timer import StageTimer
-from verifiers.rollouts.block import BatchRequest
+from verifiers.rollouts.block import BatchRequest, GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
+from verifiers.train.batching.advantages import has_zero_variance
+from verifiers.train.config import GRPOConfig
+from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.weight_sync.publisher import WeightPublisher
 from verifiers.types import RolloutKey
 
-__all__ = ["RolloutPrefetcher"]
+__all__ = ["RolloutPrefetcher", "RolloutSession"]
 
-logger = logging.getLogger("verifiers.train")
+
+class RolloutSession:
+    """The servers, the generator and the prefetcher of a run, from `open` to `close`.
+
+    Args:
+        envs: the environment that is trained on, then those that are evaluated on.
+        rows: the training rows.
+        sampling_args: OpenAI's arguments of training rollouts.
+        checks_meanwhile: a push may be checked while the trainer computes.
+
+    Attributes:
+        generator: rolls out and scores blocks; None while closed.
+        prefetcher: keeps blocks in flight; None while closed.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        envs: Sequence[Any],
+        rows: Any,
+        plan: BatchPlan,
+        sampling_args: dict[str, Any],
+        publisher: WeightPublisher,
+        timer: StageTimer,
+        *,
+        checks_meanwhile: bool,
+    ) -> None:
+        self._args, self._envs, self._rows, self._plan = args, envs, rows, plan
+        self._sampling_args, self._publisher, self._timer = sampling_args, publisher, timer
+        self._checks_meanwhile = checks_meanwhile
+        self.generator: AsyncBatchGenerator | None = None
+        self.prefetcher: RolloutPrefetcher | None = None
+
+    @property
+    def weight_sync(self) -> WeightSync:
+        """The way that weights reach the rollout servers."""
+        return self._publisher.sync
+
+    @property
+    def servers(self) -> Backend:
+        """The rollout servers."""
+        return self._publisher.servers
+
+    def open(self) -> RolloutPrefetcher:
+        """Wait for the rollout servers and start the generator, where that was not done."""
+        if self.prefetcher is not None:
+            return self.prefetcher
+        # not in close: an evaluation may follow the training
+        for env in self._envs:
+            teardown_at_exit(env)
+        args, publisher = self._args, self._publisher
+        publisher.connect(self._note_version)
+        args.server_model = publisher.policy_name()
+        is_zero_variance = functools.partial(
+            has_zero_variance, zero_truncated_completions=args.zero_truncated_completions
+        )
+        self.generator = AsyncBatchGenerator(
+            self._envs[0],
+            publisher.servers,
+            args.server_model,
+            self._sampling_args,
+            num_batches_ahead=args.num_batches_ahead,
+            max_concurrent=args.max_concurrent,
+            requests_per_second=args.requests_per_second,
+            generation_timeout_s=args.async_generation_timeout,
+            rollout_timeout_s=args.rollout_timeout,
+            grading_timeout_s=args.grading_timeout,
+            generation=args.generation,
+            check_call=functools.partial(refuse_biased_call, args.temperature),
+            vocab_size=publisher.vocab_size,
+            group_policy=GroupPolicy(
+                retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
+            ),
+            drop_stragglers_after_s=args.drop_stragglers_after,
+        ).start()
+        # writing a checkpoint to a slow disk holds the interpreter too, so not already at grading_timeout
+        self.generator.exit_if_blocked(max(args.grading_timeout, args.async_generation_timeout))
+        self.prefetcher = RolloutPrefetcher(
+            self._rows,
+            self._plan,
+            self.generator,
+            self.push,
+            drains=publisher.drains(),
+            max_staleness=args.max_staleness,
+            replacement_groups=args.replacement_groups(self._plan.prompts_per_block),
+            timer=self._timer,
+        )
+        return self.prefetcher
+
+    def copy_of(self, version: int) -> Any:
+        """Return the frozen copy of the policy for old log-probs, where one is asked for and has these weights."""
+        return self._publisher.copy_of(version)
+
+    def finished_blocks(self) -> list[ScoredBlock]:
+        """Return the blocks in flight that are whole; none while closed."""
+        return self.prefetcher.finished_blocks() if self.prefetcher is not None else []
+
+    def close(self) -> None:
+        """End the generator's thread and give back what weight pushes used. May be called twice."""
+        generator, self.generator, self.prefetcher = self.generator, None, None
+        # whatever one of them raises, the rest is given back
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._publisher.close)
+            if generator is not None:
+                stack.callback(generator.close)
+
+    def push(self, version: int) -> None:
+        """Push the present weights, stamped with a version."""
+        # pushes that drain are for runs that can be repeated: nothing then runs beside a check
+        drains = self.prefetcher is None or self.prefetcher.drains
+        self._publisher.push(version, may_check_meanwhile=self._checks_meanwhile and not drains)
+
+    def publish(self, version: int) -> AsyncBatchGenerator:
+        """Bring the servers to the present weights, which get this version, and return the generator."""
+        self.open().sync(version)
+        # after the last step nothing more would check these weights
+        self._publisher.finish_check()
+        assert self.generator is not None
+        return self.generator
+
+    def _note_version(self, version: int) -> None:
+        """Stamp requests that continue after a push with the weights they continue under."""
+        if self.generator is not None:
+            self.generator.policy_version = version
 
 
 class RolloutPrefetcher:
     """A prefetcher that keeps blocks in flight ahead of the trainer and hands them out in order.
 
     Args:
-        dataset: training rows.
-        plan: says which prompts a block has.
-        generator: produces blocks; its `num_batches_ahead` bounds what is in flight.
+        generator: its `num_batches_ahead` bounds what is in flight.
         push: sends the present weights to the server, stamped with the optimizer step given.
         drains: every rollout in flight ends before weights are pushed. Otherwise they continue under the new weights,
             and each token is stamped with its own version.
         max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update; None
             for what `num_batches_ahead` gives.
         replacement_groups: prompts held ready to replace a block's groups without variance.
-        timer: the trainer's, which is told of pushing and waiting.
 
     Attributes:
         server_version: optimizer step whose weights the server holds; None before the first push.
@@ -54,13 +182,8 @@ class RolloutPrefetcher:
         replacement_groups: int = 0,
         timer: StageTimer | None = None,
     ) -> None:
-        self._dataset = dataset
-        self._plan = plan
-        self._generator = generator
-        self._push = push
-        self.drains = drains
-        self._max_staleness = max_staleness
-        self._replacement_groups = replacement_groups
+        self._dataset, self._plan, self._generator, self._push = dataset, plan, generator, push
+        self.drains, self._max_staleness, self._replacement_groups = drains, max_staleness, replacement_groups
         self._timer = timer or StageTimer()
         self._submitted: set[int] = set()
         self.server_version: int | None = None
@@ -98,7 +221,8 @@ class RolloutPrefetcher:
         last = min(block_id + self.blocks_ahead, self._plan.blocks - 1)
         for ahead in range(block_id, last + 1):
             if ahead not in self._submitted:
-                self._submit(ahead, optimizer_step)
+                self._generator.submit_batch(self.batch_request(ahead, optimizer_step))
+                self._submitted.add(ahead)
 
     def take(self, block_id: int, optimizer_step: int) -> ScoredBlock:
         """Return the block, once all of it is scored.
@@ -111,9 +235,9 @@ class RolloutPrefetcher:
         self._check_staleness(block.groups, block_id, optimizer_step)
         return block
 
-    def groups(self, block_id: int, start: int, stop: int, optimizer_step: int) -> list[Group]:
-        """Return the groups `start` .. `stop` - 1, once all up to there are scored; the block stays to be taken."""
-        groups = self._timed("wait", lambda: self._generator.groups(block_id, stop))[start:]
+    def groups(self, block_id: int, count: int, optimizer_step: int) -> list[Group]:
+        """Return the first groups of a block, once they are scored; the block stays to be taken."""
+        groups = self._timed("wait", lambda: self._generator.groups(block_id, count))
         self._check_staleness(groups, block_id, optimizer_step)
         return list(groups)
 
@@ -133,11 +257,7 @@ class RolloutPrefetcher:
         return self._generator.finished_blocks()
 
     def restore(self, blocks: Iterable[ScoredBlock]) -> list[int]:
-        """Hold blocks of a checkpoint instead of generating them; those too stale for these settings are left out.
-
-        Returns:
-            The ids of the blocks held.
-        """
+        """Hold blocks of a checkpoint instead of generating them, but those too stale now; return the ids held."""
         allowed = self.blocks_ahead * self._plan.updates_per_block
         held = []
         for block in blocks:
@@ -162,10 +282,6 @@ class RolloutPrefetcher:
             policy_version=optimizer_step,
             replacements=self._requests(block_id, replacements),
         )
-
-    def _submit(self, block_id: int, optimizer_step: int) -> None:
-        self._generator.submit_batch(self.batch_request(block_id, optimizer_step))
-        self._submitted.add(block_id)
 
     def _requests(self, block_id: int, example_ids: Sequence[int]) -> list[RolloutRequest]:
         requests = []

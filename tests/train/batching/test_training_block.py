@@ -10,19 +10,16 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.recording_client import rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn
 from verifiers.train.batching.advantages import rollout_advantages
-from verifiers.train.batching.collate import (
-    Dropped,
+from verifiers.train.batching.micro_batches import (
+    PADDING,
+    MicroBatch,
     TrainingSample,
-    append_padding,
-    block_samples,
     pad_rows,
-    row_lengths,
-    row_tensors,
+    shuffle_tensor_dict,
+    split_tensor_dict,
 )
-from verifiers.train.batching.packing import MicroBatch, shuffle_tensor_dict, split_tensor_dict
+from verifiers.train.batching.training_block import Dropped, block_samples
 from verifiers.types import Outcome, RolloutKey
-
-PAD = 0
 
 
 def turn(prompt: list[int], completion: list[int], version: int = 0) -> Turn:
@@ -58,7 +55,7 @@ def mixed_samples() -> list[TrainingSample]:
 
 
 def padded(samples: list[TrainingSample], padding: int = 0) -> MicroBatch:
-    return pad_rows(append_padding(row_tensors(samples), padding, PAD), PAD)
+    return pad_rows([*samples, *[PADDING] * padding])
 
 
 def test_rows_are_padded_to_the_longest_of_them() -> None:
@@ -160,8 +157,8 @@ def test_a_row_without_sampled_tokens_is_skipped_beside_one_that_has_them() -> N
 
 
 def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
-    batch = pad_rows(append_padding(row_tensors([]), 2, 5), PAD)
-    assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[5], [5]]
+    batch = pad_rows([PADDING] * 2)
+    assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[0], [0]]
     for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("loss_mask", 0)):
         assert (batch[name] == value).all()
     for name, value in (("sampled_tokens", 0), ("rollout_index", -1), ("policy_versions", -1)):
@@ -171,9 +168,9 @@ def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
 
 
 def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
-    whole = append_padding(row_tensors(mixed_samples()), 1, PAD)
-    assert row_lengths(whole) == [7, 5, 5, 2]
-    parts = [pad_rows(part, PAD) for part in split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))]
+    whole = {"samples": [*mixed_samples(), PADDING]}
+    split = split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))
+    parts = [pad_rows(part["samples"]) for part in split]
     assert [part["completion_ids"].tolist() for part in parts] == [
         [[6]],
         [[0, 0, 0, 0, 0], [3, 4, 9, 5, 6], [3, 4, 5, 0, 0]],
@@ -185,17 +182,17 @@ def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_ids": []}, "empty prompt"),
-        ({"completion_ids": []}, "empty completion"),
-        ({"logprobs": [-1.0]}, "different lengths"),
+        ({"prompt_ids": []}, "0 prompt tokens"),
+        ({"completion_ids": []}, "completion, mask and log-probs of .0, 5, 5."),
+        ({"logprobs": [-1.0]}, "of .5, 5, 1. tokens"),
     ],
 )
 def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
     sample = mixed_samples()[0]
     with pytest.raises(ConfigError, match=message):
-        row_tensors([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
+        padded([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
 
 
 def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="append_padding"):
+    with pytest.raises(ConfigError, match="PADDING"):
         padded([])

@@ -1,4 +1,4 @@
-"""Rows are packed once each, within the limit, evenly, and with little padding, whatever their lengths."""
+"""Rows are packed once each, evenly, with little padding, and keep together through shuffles and splits."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import math
 from itertools import chain
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifiers.train.batching.packing import (
+from verifiers.errors import ConfigError
+from verifiers.train.batching.micro_batches import (
     MicroBatchLimit,
     Packing,
+    TensorDict,
     balance_by_length,
     keep_micro_steps,
     micro_batch_sizes,
+    shuffle_tensor_dict,
+    split_tensor_dict,
 )
 
 LENGTHS = st.lists(st.one_of(st.integers(2, 40), st.integers(2, 2000)), max_size=70)
@@ -25,14 +30,6 @@ LIMITS = st.one_of(
     st.builds(MicroBatchLimit, tokens=st.integers(1, 6000)),
     st.just(MicroBatchLimit()),
 )
-
-Nested = list[list[list[list[int]]]]
-
-
-def nested(packing: Packing) -> Nested:
-    """Row numbers by [micro-step][rank][micro-batch]."""
-    places = iter(packing.order)
-    return packing.nested([next(places) for _ in range(size)] for size in packing.sizes)
 
 
 def length(row: int, lengths: list[int]) -> int:
@@ -48,7 +45,7 @@ def padding(rows: list[int], lengths: list[int]) -> int:
 
 
 def of_rank(packing: Packing, rank: int) -> list[list[int]]:
-    return [rows for by_rank in nested(packing) for rows in by_rank[rank]]
+    return [rows for by_rank in packing for rows in by_rank[rank]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -58,11 +55,11 @@ def test_every_row_is_packed_once_within_the_limit_and_ranks_run_micro_batches_o
 ) -> None:
     pack = keep_micro_steps if in_order else balance_by_length
     packing = pack(lengths, micro_steps, ranks, limit)
-    assert sorted(packing.order) == list(range(len(lengths) + packing.padding_rows))
-    found = nested(packing)
-    assert [len(by_rank) for by_rank in found] == [ranks] * micro_steps
-    assert len(packing.places()) == len(packing.sizes)
-    for by_rank in found:
+    placed = sorted(chain.from_iterable(chain.from_iterable(of_rank(packing, rank) for rank in range(ranks))))
+    assert placed == list(range(len(placed)))
+    assert len(placed) >= len(lengths)
+    assert [len(by_rank) for by_rank in packing] == [ranks] * micro_steps
+    for by_rank in packing:
         shapes = {tuple(map(len, held)) for held in by_rank}
         assert len(shapes) == 1
         assert min(shapes.pop()) > 0
@@ -72,7 +69,7 @@ def test_every_row_is_packed_once_within_the_limit_and_ranks_run_micro_batches_o
     assert packing == pack(list(lengths), micro_steps, ranks, limit)
 
 
-def bound(lengths: list[int], packed: Nested, tokens: int) -> float:
+def bound(lengths: list[int], packed: Packing, tokens: int) -> float:
     """Return the most padding of rows packed together: a padding row counts as one of two tokens."""
     rows = [row for by_rank in packed for micro_batches in by_rank for held in micro_batches for row in held]
     held = [length(row, lengths) for row in rows]
@@ -87,9 +84,9 @@ def test_padding_of_a_rank_is_at_most_the_budget_times_the_log_of_longest_over_s
     packing = balance_by_length(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens))
     for rank in range(ranks):
         micro_batches = of_rank(packing, rank)
-        assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, nested(packing), tokens)
+        assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, packing, tokens)
     # where micro-steps are packed one by one it is that of each
-    for by_rank in nested(keep_micro_steps(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens))):
+    for by_rank in keep_micro_steps(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens)):
         for micro_batches in by_rank:
             assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, [by_rank], tokens)
 
@@ -110,7 +107,7 @@ def test_rows_kept_in_order_share_a_micro_step_however_many_ranks_there_are(
     held = []
     for ranks in (1, 2, 3):
         packing = keep_micro_steps(lengths, micro_steps, ranks, limit)
-        held.append([{row for row in chain(*chain(*by_rank)) if row < len(lengths)} for by_rank in nested(packing)])
+        held.append([{row for row in chain(*chain(*by_rank)) if row < len(lengths)} for by_rank in packing])
     assert held == [[set(range(first, len(lengths), micro_steps)) for first in range(micro_steps)]] * 3
 
 
@@ -125,9 +122,7 @@ def test_without_a_budget_there_are_the_micro_batches_that_rows_need_and_none_is
         micro_batches = of_rank(packing, rank)
         assert len(micro_batches) <= max(micro_steps, -(-depth // rows))
         assert max(padded(held, lengths) for held in micro_batches) <= rows * max(lengths)
-        assert sum(padding(held, lengths) for held in micro_batches) <= bound(
-            lengths, nested(packing), rows * max(lengths)
-        )
+        assert sum(padding(held, lengths) for held in micro_batches) <= bound(lengths, packing, rows * max(lengths))
 
 
 @settings(max_examples=100, deadline=None)
@@ -136,7 +131,7 @@ def test_micro_steps_and_ranks_have_like_work(
     lengths: list[int], micro_steps: int, ranks: int, limit: MicroBatchLimit
 ) -> None:
     packing = balance_by_length(lengths, micro_steps, ranks, limit)
-    loads = [[sum(padded(rows, lengths) for rows in held) for held in by_rank] for by_rank in nested(packing)]
+    loads = [[sum(padded(rows, lengths) for rows in held) for held in by_rank] for by_rank in packing]
     largest = max(padded(rows, lengths) for rank in range(ranks) for rows in of_rank(packing, rank))
     # the last micro-batch that the heaviest micro-step got went to what was lightest then
     assert max(map(max, loads)) <= min(map(max, loads)) + largest
@@ -174,9 +169,70 @@ def test_the_largest_micro_batch_is_as_small_as_their_number_allows() -> None:
 def test_an_update_without_rows_still_has_a_micro_batch_for_every_micro_step_and_rank(pack: object) -> None:
     assert callable(pack)
     packing = pack([], 2, 3, MicroBatchLimit(rows=4))
-    assert packing == Packing(list(range(6)), [1] * 6, padding_rows=6, ranks=3, micro_batches=[1, 1])
+    assert packing == [[[[0]], [[1]], [[2]]], [[[3]], [[4]], [[5]]]]
 
 
-def test_the_first_micro_batch_of_an_update_is_its_largest() -> None:
-    packing = balance_by_length([3, 90, 8, 80, 70, 4, 5, 60], 2, 1, MicroBatchLimit(tokens=180))
-    assert nested(packing)[0][0][0] == of_rank(packing, 0)[0] == [1, 3]
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+ADVANTAGES = [0.1, 0, -0.1, -0.0666667, 0.2333333, -0.1666667]
+
+
+def buffer() -> TensorDict:
+    # Ids are 10 x prompt + generation: p0g0 is 0, p1g2 is 12.
+    return {
+        "prompt_ids": torch.tensor([[0], [1], [2], [10], [11], [12]]),
+        "advantages": torch.tensor(ADVANTAGES),
+        "reference_logps": None,
+        "update_tokens": torch.tensor(6.0),
+    }
+
+
+def column(tensors: TensorDict, name: str) -> list[float]:
+    value = tensors[name]
+    assert value is not None
+    return value.flatten().tolist()
+
+
+def test_a_shuffle_moves_all_tensors_by_one_permutation() -> None:
+    shuffled = shuffle_tensor_dict(buffer(), (4, 0, 5, 2, 3, 1))
+    assert column(shuffled, "prompt_ids") == [11, 0, 12, 2, 10, 1]
+    expected = [0.2333333, 0.1, -0.1666667, -0.1, -0.0666667, 0]
+    assert column(shuffled, "advantages") == pytest.approx(expected, abs=1e-6)
+    assert shuffled["reference_logps"] is None
+    assert column(shuffled, "update_tokens") == [6.0]
+
+
+def test_a_split_keeps_rows_aligned_and_none_none() -> None:
+    first, second = split_tensor_dict(shuffle_tensor_dict(buffer(), (4, 0, 5, 2, 3, 1)), 2)
+    assert column(first, "prompt_ids") == [11, 0, 12]
+    assert column(second, "prompt_ids") == [2, 10, 1]
+    assert column(second, "advantages") == pytest.approx([-0.1, -0.0666667, 0], abs=1e-6)
+    for chunk in (first, second):
+        assert chunk["reference_logps"] is None
+        assert column(chunk, "update_tokens") == [6.0]
+
+
+def test_a_generator_shuffles_the_same_way_from_the_same_seed() -> None:
+    one, two = (shuffle_tensor_dict(buffer(), torch.Generator().manual_seed(3)) for _ in range(2))
+    assert column(one, "prompt_ids") == column(two, "prompt_ids")
+    pairs = dict(zip(column(one, "prompt_ids"), column(one, "advantages"), strict=True))
+    original = dict(zip(column(buffer(), "prompt_ids"), column(buffer(), "advantages"), strict=True))
+    assert pairs == original
+
+
+def test_seven_rows_in_two_chunks_are_refused_with_the_sizes_that_divide() -> None:
+    with pytest.raises(ConfigError, match=r"7 rows do not divide into 2 chunks.* 6 and 8"):
+        split_tensor_dict({"x": torch.arange(7)}, 2)
+
+
+def test_misaligned_tensors_are_refused() -> None:
+    tensors = {"x": torch.arange(4), "y": torch.arange(3)}
+    for use in (lambda: split_tensor_dict(tensors, 1), lambda: shuffle_tensor_dict(tensors, [0, 1, 2])):
+        with pytest.raises(ConfigError, match="not aligned"):
+            use()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 0, 1], [1, 2, 3], [[0, 1, 2]]])
+def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
+    with pytest.raises(ConfigError, match="not a permutation"):
+        shuffle_tensor_dict({"x": torch.arange(3)}, order)

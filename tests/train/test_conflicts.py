@@ -1,0 +1,88 @@
+"""Settings that cannot work on several ranks, or with a sharded policy, are refused before a run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.utils import DistributedType
+
+import verifiers as vf
+from verifiers.errors import ConfigError
+from verifiers.train.config import GRPOConfig
+from verifiers.train.conflicts import refuse_processes
+from verifiers.train.run_plan import plan_run
+
+
+def settings(tmp_path: Path, **given: Any) -> GRPOConfig:
+    return GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+
+
+def ranks(kind: DistributedType, *, is_fsdp2: bool = True, zero_stage: int = 2) -> Any:
+    plugin = SimpleNamespace(zero_stage=zero_stage)
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    return SimpleNamespace(num_processes=1, distributed_type=kind, is_fsdp2=is_fsdp2, state=state)
+
+
+def check(accelerator: Any, args: GRPOConfig, experts: bool = False) -> None:
+    refuse_processes(args, accelerator, experts=experts)
+
+
+def test_the_first_version_of_fsdp_is_refused_with_the_setting_of_the_second(tmp_path: Path) -> None:
+    check(ranks(DistributedType.FSDP), settings(tmp_path))
+    with pytest.raises(ConfigError, match="fsdp_version: 2"):
+        check(ranks(DistributedType.FSDP, is_fsdp2=False), settings(tmp_path))
+
+
+def test_a_copy_of_the_policy_in_this_process_is_refused_where_no_process_holds_all_of_it(tmp_path: Path) -> None:
+    copying = settings(tmp_path, rollout_device="cpu")
+    check(ranks(DistributedType.MULTI_CPU), copying)
+    check(ranks(DistributedType.DEEPSPEED, zero_stage=2), copying)
+    for sharded in (ranks(DistributedType.FSDP), ranks(DistributedType.DEEPSPEED, zero_stage=3)):
+        with pytest.raises(ConfigError, match="rollout_device='cpu'"):
+            check(sharded, copying)
+
+
+def test_a_gradient_that_cannot_be_scaled_after_its_last_micro_step_is_not_streamed(tmp_path: Path) -> None:
+    streaming, plain = settings(tmp_path, streaming=True), ranks(DistributedType.MULTI_CPU)
+    check(plain, streaming)
+    for kind, experts in ((plain, True), (ranks(DistributedType.DEEPSPEED), False)):
+        with pytest.raises(ConfigError, match="set streaming=False"):
+            check(kind, streaming, experts)
+
+
+def test_an_eval_set_without_rows_is_refused_before_the_run(tmp_path: Path) -> None:
+    rows = [{"question": "1?", "answer": "1"}]
+    env = vf.SingleTurnEnv(dataset=rows * 8, eval_dataset=[], rubric=vf.Rubric([len]))
+    args = settings(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=1, save_strategy="no")
+    plan_run(args, env, eval_dataset=rows)
+    for given in (None, {"a": []}):
+        with pytest.raises(
+            ConfigError, match=r"eval_strategy is 'steps', but the eval set.* has 0 rows; give it rows"
+        ):
+            plan_run(args, env, eval_dataset=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({}, 2040),
+        ({"ddp_timeout": 60}, 2040),
+        ({"drain_before_sync": True}, 2640),
+        ({"weight_sync": "lora"}, 2640),
+        ({"rollout_timeout": 900.0}, 2340),
+        ({"eval_timeout": 3900.0}, 3900),
+        ({"async_generation_timeout": float("inf")}, 30 * 86400 - 300),
+        ({"async_generation_timeout": 5.0, "rollout_timeout": 5.0, "weight_sync_timeout": 5.0}, 1500),
+        ({"ddp_timeout": 7200}, 6900),
+    ],
+    ids=str,
+)
+def test_other_ranks_wait_as_long_as_rank_0_may_and_longer_where_asked(
+    tmp_path: Path, given: dict[str, Any], seconds: int
+) -> None:
+    args = settings(tmp_path, **given)
+    assert args.ddp_timeout == seconds + 300
+    assert args.ddp_timeout_delta.total_seconds() == seconds + 300

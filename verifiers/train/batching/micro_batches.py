@@ -1,0 +1,407 @@
+"""Rows to micro-batches: their tensors, which rows of an update share a micro-batch, and their padding.
+
+A micro-batch is what goes through the model in one forward and backward pass; a micro-step (one of the update's
+`gradient_accumulation_steps`) runs one or several of them. Row i of every column is the same training row. A column
+is a tensor whose first dimension are the rows, or a list of one value a row; a value that is None stays None, and a
+0-dim tensor (a count for the whole batch) is handed on unchanged. Padding comes last, once a micro-batch. Token ids
+come from the trace as they are: nothing is cut, re-tokenized or realigned.
+
+A micro-batch costs its rows times its longest row. With lengths falling along the micro-batches, each is padded no
+further than to its own longest row, and no row of it is shorter than the next one's longest. So if none holds more
+than B tokens, padding included, the padding of the rows that a rank gets from one packing is at most
+
+    sum_k n_k (longest_k - longest_k+1)  <=  B sum_k ln(longest_k / longest_k+1)  =  B ln(longest / shortest)
+
+whatever their number. Ranks hold equally many rows: one that has a row less than others gets a padding row, of two
+tokens, and the shortest counts as that then. A micro-step that is one micro-batch, whatever its rows are, has no such
+bound. Every rank runs the same number of micro-batches, each with as many rows as the others' at the same time, so
+that collectives meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from verifiers.errors import ConfigError
+from verifiers.rollouts.rollout import TokenSequence
+
+__all__ = [
+    "PADDING",
+    "MicroBatch",
+    "MicroBatchLimit",
+    "MicroSteps",
+    "Packing",
+    "TensorDict",
+    "TrainingSample",
+    "all_micro_batches",
+    "balance_by_length",
+    "keep_micro_steps",
+    "micro_batch_sizes",
+    "packing_metrics",
+    "pad_rows",
+    "padded_tokens",
+    "shuffle_tensor_dict",
+    "split_tensor_dict",
+]
+
+TensorDict = dict[str, Any]
+"""Row-aligned columns by name, before they are padded."""
+
+MicroBatch = dict[str, Tensor]
+"""Tensors of the rows that go through the model together."""
+
+MicroSteps = list[list[list[MicroBatch]]]
+"""By [micro-step][rank][micro-batch]; the ranks of a micro-step have equally many, of equally many rows."""
+
+Packing = list[list[list[list[int]]]]
+"""Row numbers by [micro-step][rank][micro-batch]; numbers from the count of real rows on are padding rows."""
+
+PADDING_LENGTH = 2
+"""Tokens of a padding row."""
+
+_FILL = 0
+
+_PADDING = -1
+"""`rollout_index` of a padding row, which belongs to no rollout; and its number until all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """One training sequence and what the loss needs to know about it.
+
+    Attributes:
+        advantage: one float, or one per sampled token of this row.
+        rollout_index: place of its rollout in the block's plan order; -1 for a padding row.
+        rollout_sampled_tokens: sampled tokens of the rollout, over all its rows that are trained on.
+    """
+
+    row: TokenSequence
+    advantage: float | list[float]
+    rollout_index: int
+    rollout_sampled_tokens: int
+
+    @property
+    def has_gradient(self) -> bool:
+        """True where the advantage of a sampled token is not 0."""
+        return any(self.advantage) if isinstance(self.advantage, list) else bool(self.advantage)
+
+    @property
+    def advantages(self) -> list[float]:
+        """The advantage of each completion token; 0.0 where nobody sampled it."""
+        given = iter(self.advantage) if isinstance(self.advantage, list) else itertools.repeat(self.advantage)
+        return [next(given) if sampled else 0.0 for sampled in self.row.loss_mask]
+
+
+PADDING = TrainingSample(
+    TokenSequence([_FILL], [_FILL], loss_mask=[0], logprobs=[0.0], versions=[-1]), 0.0, _PADDING, 0
+)
+"""A padding row: one prompt and one completion token that attention sees and the loss does not.
+
+A row masked whole would give NaN in some attention kernels.
+"""
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
+    """Pad the R rows of one micro-batch to rectangles of prompts (R, P) and completions (R, C).
+
+    A prompt's tokens past the shortest prompt stand before the completion, masked out of the loss as an environment's
+    tokens are, so a row is as long as the longest of them and nothing is padded on the left (but a padding row, whose
+    prompt is shorter). Attention sees no fill, so any token id does.
+
+    Returns:
+        CPU tensors by name, int64 where nothing else is said:
+
+        - `prompt_ids` (R, P), `completion_ids` (R, C), and `prompt_mask` and `completion_mask`: 1 on every real
+          token, for attention
+        - `loss_mask` (R, C): 1 on sampled tokens alone, for the loss
+        - `sampler_logps` (R, C), float32: the sampler's, in nats; 0.0 off the sampled tokens
+        - `advantages` (R, C), float32: of each sampled token; 0.0 off them
+        - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a padding row),
+          `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool
+
+    Raises:
+        ConfigError: there is no row, or one has an empty prompt or completion, or lists of different lengths.
+    """
+    if not samples:
+        raise ConfigError("no rows to pad; `PADDING` stands where a rank has nothing to train on")
+    rows = [sample.row for sample in samples]
+    for row in rows:
+        lengths = [len(row.completion_ids), len(row.loss_mask), len(row.logprobs)]
+        if not row.prompt_ids or not row.completion_ids or len({*lengths}) > 1:
+            raise ConfigError(
+                f"a row has {len(row.prompt_ids)} prompt tokens, and completion, mask and log-probs of {lengths} "
+                "tokens; a row needs a prompt, and these in equal numbers"
+            )
+    is_padding = [sample.rollout_index == _PADDING for sample in samples]
+    # a padding row is shorter than any prompt need be
+    real = [len(row.prompt_ids) for row, padding in zip(rows, is_padding, strict=True) if not padding]
+    shared = min(real or [len(row.prompt_ids) for row in rows])
+    moved = [list(row.prompt_ids[shared:]) for row in rows]
+    kept = [row.prompt_ids[:shared] for row in rows]
+    whole = [[*before, *row.completion_ids] for before, row in zip(moved, rows, strict=True)]
+
+    def of_completions(columns: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        # nothing of a prompt is sampled
+        return _pad([[*[0] * len(before), *one] for before, one in zip(moved, columns, strict=True)], dtype=dtype)
+
+    sampled_logps = (
+        [logp if sampled else 0.0 for logp, sampled in zip(row.logprobs, row.loss_mask, strict=True)] for row in rows
+    )
+    versions = [-1 if padding else row.oldest_version for row, padding in zip(rows, is_padding, strict=True)]
+    return {
+        "prompt_ids": _pad(kept, "left"),
+        "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], "left"),
+        "completion_ids": _pad(whole),
+        "completion_mask": _pad([[1] * len(ids) for ids in whole]),
+        "loss_mask": of_completions((row.loss_mask for row in rows), torch.int64),
+        "sampler_logps": of_completions(sampled_logps, torch.float32),
+        "advantages": of_completions((sample.advantages for sample in samples), torch.float32),
+        "policy_versions": torch.tensor(versions),
+        "rollout_index": torch.tensor([sample.rollout_index for sample in samples]),
+        "sampled_tokens": torch.tensor([row.sampled_tokens for row in rows]),
+        "rollout_sampled_tokens": torch.tensor([sample.rollout_sampled_tokens for sample in samples]),
+        "is_padding": torch.tensor(is_padding),
+    }
+
+
+def _pad(rows: Sequence[Sequence[float]], side: str = "right", dtype: torch.dtype = torch.int64) -> Tensor:
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=_FILL, padding_side=side)
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchLimit:
+    """A bound of micro-batches: in tokens, in rows, or none.
+
+    Attributes:
+        tokens: rows times the longest of them, prompt and completion, are at most this; a row that is longer has a
+            micro-batch of its own. None for no such budget.
+        rows: without a budget, as many micro-batches as if each held at most so many rows; their sizes go by tokens,
+            and none has more than this many of the longest row would have. None for one micro-batch a micro-step.
+    """
+
+    tokens: int | None = None
+    rows: int | None = None
+
+
+def balance_by_length(lengths: Sequence[int], micro_steps: int, ranks: int, limit: MicroBatchLimit) -> Packing:
+    """Pack rows by length alone, so that micro-batches and ranks are alike and padding is bounded.
+
+    Micro-batches go to the micro-step that has least to do so far, the largest first: the first micro-batch of an
+    update needs the most memory. Each micro-step gets a micro-batch at least.
+
+    Args:
+        lengths: tokens of each row.
+    """
+    order = _longest_first(range(len(lengths)), lengths)
+    joint = _joint_micro_batches([order[rank::ranks] for rank in range(ranks)], lengths, micro_steps, limit)
+    cost = [len(by_rank[0]) * max(_length(rows[0], lengths) for rows in by_rank) for by_rank in joint]
+    packing: Packing = [[[] for _ in range(ranks)] for _ in range(micro_steps)]
+    load = [0] * micro_steps
+    for index in sorted(range(len(joint)), key=lambda index: (-cost[index], index)):
+        lightest = load.index(min(load))
+        load[lightest] += cost[index]
+        for held, rows in zip(packing[lightest], joint[index], strict=True):
+            held.append(rows)
+    return _with_padding_numbered(packing, len(lengths))
+
+
+def keep_micro_steps(lengths: Sequence[int], micro_steps: int, ranks: int, limit: MicroBatchLimit) -> Packing:
+    """Divide rows over the micro-steps in the order they come in; lengths only decide who shares a micro-batch.
+
+    For losses that depend on the rows that share a micro-step, which must then be a matter of chance: they do not
+    depend on lengths, nor on the number of ranks.
+    """
+    cells = micro_steps * ranks
+    packing: Packing = []
+    for micro_step in range(micro_steps):
+        held = [range(cell, len(lengths), cells) for cell in range(micro_step, cells, micro_steps)]
+        joint = _joint_micro_batches([_longest_first(rows, lengths) for rows in held], lengths, 1, limit)
+        packing.append([list(of_rank) for of_rank in zip(*joint, strict=True)])
+    return _with_padding_numbered(packing, len(lengths))
+
+
+def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(rows, key=lambda row: (-lengths[row], row))
+
+
+def _length(row: int, lengths: Sequence[int]) -> int:
+    return PADDING_LENGTH if row == _PADDING else lengths[row]
+
+
+def _joint_micro_batches(
+    lanes: list[list[int]], lengths: Sequence[int], at_least: int, limit: MicroBatchLimit
+) -> list[list[list[int]]]:
+    """Return rows by [micro-batch][rank], from each rank's rows, longest first; padding rows alone fill up."""
+    places = list(itertools.zip_longest(*lanes, fillvalue=_PADDING))
+    longest = [max(_length(row, lengths) for row in rows) for rows in places]
+    joint: list[list[list[int]]] = []
+    start = 0
+    for size in micro_batch_sizes(longest, at_least, limit):
+        joint.append([list(rows) for rows in zip(*places[start : start + size], strict=True)])
+        start += size
+    return joint + [[[_PADDING] for _ in lanes] for _ in range(at_least - len(joint))]
+
+
+def _with_padding_numbered(packing: Packing, num_rows: int) -> Packing:
+    number = itertools.count(num_rows)
+    return [
+        [[[next(number) if row == _PADDING else row for row in rows] for rows in held] for held in by_rank]
+        for by_rank in packing
+    ]
+
+
+def micro_batch_sizes(lengths: Sequence[int], at_least: int, limit: MicroBatchLimit) -> list[int]:
+    """Return how many rows each micro-batch takes, of rows that come longest first.
+
+    There are as few micro-batches as the limit allows, but at least `at_least` where there are rows enough; of the
+    ways to have that many, one whose largest is small, so that they are of like size.
+    """
+    if not lengths:
+        return []
+    most = limit.tokens or lengths[0] * (limit.rows or len(lengths))
+    needed = len(_filled(lengths, most)) if limit.rows is None else -(-len(lengths) // limit.rows)
+    number = max(at_least, needed)
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(lengths, middle)) <= number:
+            high = middle
+        else:
+            low = middle + 1
+    return _halved(lengths, _filled(lengths, low), at_least)
+
+
+def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Fill micro-batches one after another, each as far as the tokens go; return their sizes."""
+    sizes: list[int] = []
+    start = 0
+    while start < len(lengths):
+        size = min(len(lengths) - start, max(1, tokens // lengths[start]))
+        sizes.append(size)
+        start += size
+    return sizes
+
+
+def _halved(lengths: Sequence[int], sizes: list[int], at_least: int) -> list[int]:
+    """Halve the largest micro-batches until there are `at_least`, or each holds one row."""
+    while len(sizes) < at_least and max(sizes) > 1:
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        # among those of several rows the one that costs most, the first of equals
+        largest = max(
+            (index for index, size in enumerate(sizes) if size > 1),
+            key=lambda index: (sizes[index] * lengths[starts[index]], -index),
+        )
+        half = sizes[largest] // 2
+        sizes[largest : largest + 1] = [sizes[largest] - half, half]
+    return sizes
+
+
+# -- micro-batches of a block ----------------------------------------------------------------------------------------
+
+
+def all_micro_batches(steps: MicroSteps) -> Iterator[MicroBatch]:
+    """Yield every micro-batch of every rank, in the order in which rank after rank runs them."""
+    for by_rank in steps:
+        for micro_batches in by_rank:
+            yield from micro_batches
+
+
+def padded_tokens(batch: MicroBatch) -> int:
+    """Return the tokens that the model computes for a micro-batch, padding included."""
+    return int(batch["prompt_ids"].numel() + batch["completion_ids"].numel())
+
+
+def packing_metrics(steps: MicroSteps) -> dict[str, float]:
+    """Return the padding, number and size of a block's micro-batches, over all ranks."""
+    batches = list(all_micro_batches(steps))
+    computed = sum(map(padded_tokens, batches))
+    masks = ("prompt_mask", "completion_mask")
+    real = sum(int(batch[name][~batch["is_padding"]].sum()) for batch in batches for name in masks)
+    return {
+        "rows/padding_share": 1 - real / computed if computed else 0.0,
+        "rows/micro_batches": len(batches) / max(1, sum(map(len, steps))),
+        "rows/largest_micro_batch_tokens": float(max(map(padded_tokens, batches), default=0)),
+    }
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def shuffle_tensor_dict(rows: Mapping[str, Any], order: Sequence[int] | Tensor | torch.Generator) -> TensorDict:
+    """Reorder the rows of all columns by one permutation.
+
+    Args:
+        order: the permutation of 0 .. R - 1 whose i-th entry is the old place of the new row i, or a CPU generator
+            to draw one from. There is no default: a shuffle must be reproducible by its seed.
+
+    Raises:
+        ConfigError: where columns are misaligned or the order is not a permutation of their rows.
+    """
+    count = _num_rows(rows)
+    if isinstance(order, torch.Generator):
+        order_R = torch.randperm(count, generator=order)
+    else:
+        order_R = torch.as_tensor(order, dtype=torch.long)
+        if order_R.dim() != 1 or order_R.sort().values.tolist() != list(range(count)):
+            raise ConfigError(f"the order is not a permutation of {count} rows: {order_R.tolist()}")
+    places = order_R.tolist()
+
+    def reorder(column: Any) -> Any:
+        if not _has_rows(column):
+            return column
+        return [column[place] for place in places] if isinstance(column, list) else column[order_R.to(column.device)]
+
+    return {name: reorder(column) for name, column in rows.items()}
+
+
+def split_tensor_dict(rows: Mapping[str, Any], chunks_or_sizes: int | Sequence[int]) -> list[TensorDict]:
+    """Split the rows of all columns into consecutive parts.
+
+    Args:
+        chunks_or_sizes: a number of equal parts, or the rows of each part, which sum to R.
+
+    Raises:
+        ConfigError: where columns are misaligned, or the parts do not make up the rows; a rest is never dropped.
+    """
+    count, sizes = _num_rows(rows), chunks_or_sizes
+    if isinstance(sizes, int):
+        size, rest = divmod(count, sizes)
+        if rest:
+            nearest = f"the nearest sizes that do are {size * sizes} and {(size + 1) * sizes}"
+            raise ConfigError(f"{count} rows do not divide into {sizes} chunks; {nearest}")
+        sizes = [size] * sizes
+    ends = list(itertools.accumulate(sizes, initial=0))
+    if ends[-1] != count or sorted(ends) != ends:
+        raise ConfigError(f"parts of {sizes} rows sum to {ends[-1]}, but there are {count} rows")
+    return [
+        {name: column[start:end] if _has_rows(column) else column for name, column in rows.items()}
+        for start, end in itertools.pairwise(ends)
+    ]
+
+
+def _num_rows(rows: Mapping[str, Any]) -> int:
+    """Return the number of rows that all columns share."""
+    sizes = {name: len(column) for name, column in rows.items() if _has_rows(column)}
+    if not sizes:
+        raise ConfigError(f"no tensor with rows among {sorted(rows)}")
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"tensors are not aligned: their first dimensions differ, {sizes}")
+    return next(iter(sizes.values()))
+
+
+def _has_rows(column: Any) -> bool:
+    return column is not None and (isinstance(column, list) or column.dim() > 0)

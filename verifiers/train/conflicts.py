@@ -1,0 +1,403 @@
+"""Settings that are wrong by themselves or contradict each other, each with the sentence that refuses them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from verifiers.errors import ConfigError
+from verifiers.inference.wire import NEUTRAL, unless_neutral
+from verifiers.train.loss.loss_types import LOSS_TYPES
+
+__all__ = [
+    "CHOICES",
+    "UNSUPPORTED",
+    "longest_wait_s",
+    "refuse_biased_sampling",
+    "refuse_conflicts",
+    "refuse_processes",
+]
+
+CHOICES: dict[str, Collection[str]] = {
+    "loss_type": LOSS_TYPES,
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "advantage_estimator": ("group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    "weight_sync": ("auto", "directory", "nccl", "lora"),
+}
+"""The values of settings that name one of several."""
+
+_BOUNDS = {
+    "num_batches_ahead": (0, "0 (on policy) or more"),
+    "max_staleness": (0, "0 or more"),
+    "rollout_retries": (0, "0 or more"),
+    "dynamic_sampling_max_groups": (0, "0 or more"),
+    "max_tokens_per_micro_batch": (1, "1 or more, or None"),
+}
+
+_ABOVE_ZERO = {
+    "drop_stragglers_after": "seconds above 0, or None to wait",
+    "eval_max_concurrent": "a number above 0, or leave it out",
+    "eval_timeout": "a number above 0, or leave it out",
+}
+
+_OF_IMPORTANCE_SAMPLING = (
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_cap",
+)
+
+UNSUPPORTED: dict[str, str] = {
+    "generation_kwargs": (
+        "give them to the environment, as its sampling_args (what OpenAI's API has no name for goes into "
+        "sampling_args['extra_body'])"
+    ),
+    "vllm_structured_outputs_regex": (
+        "give the environment sampling_args={'extra_body': {'structured_outputs': {'regex': ...}}}, and set "
+        "vllm_importance_sampling_correction=False"
+    ),
+    "reward_weights": "give the weights to the environment's rubric, Rubric(funcs=[...], weights=[...])",
+    "multi_objective_aggregation": (
+        "the rubric adds up the weighted rewards, and the sum is normalised; write a rubric that combines them in "
+        "another way"
+    ),
+    "max_tool_calling_iterations": "give max_turns to the environment",
+    "pad_to_multiple_of": "rows are padded to the longest of a micro-batch; bound that by max_tokens_per_micro_batch",
+    "use_liger_kernel": (
+        "its loss weighs no rows and corrects for no sampler; bound memory by max_tokens_per_micro_batch"
+    ),
+    "label_smoothing_factor": "there are no labels in this loss; an entropy bonus is entropy_coef",
+    "train_sampling_strategy": (
+        "shuffle_dataset=False keeps the order of the dataset, and a curriculum chooses among its rows"
+    ),
+    "ignore_data_skip": "a run that is resumed always resumes with the next block of its plan",
+    "enable_jit_checkpoint": "a checkpoint stands between blocks; save often enough by save_steps and resume",
+    "vllm_server_timeout": "use server_wait, the seconds to wait for the rollout server",
+    "use_transformers_continuous_batching": "rollouts come from a server; start vf-serve or vf-vllm",
+    "transformers_continuous_batching_config": "rollouts come from a server; give options to vf-serve or vf-vllm",
+    "use_transformers_paged": "rollouts come from a server; start vf-serve or vf-vllm",
+    "auto_find_batch_size": "sizes are those of the batch plan; bound memory by max_tokens_per_micro_batch",
+}
+"""Fields of TRL's config that would change what is trained or how a run goes, with what to use instead."""
+
+_MARGIN_S, _LONGEST_S = 300.0, 30 * 86400.0
+
+_Refusals = Iterator[tuple[bool, str]]
+"""Conditions, each with the sentence that refuses it."""
+
+
+def refuse_conflicts(args: Any) -> None:
+    """Refuse the settings of a `GRPOConfig` as they were given.
+
+    Raises:
+        ConfigError: with the first setting that is to be changed, and what to set instead.
+    """
+    for parts in (_values, _rollouts, _loss, _kl, _advantages, _streaming, _unsupported):
+        _refuse(parts(args))
+
+
+def _refuse(refusals: Iterable[tuple[bool, str]]) -> None:
+    for is_set, sentence in refusals:
+        if is_set:
+            raise ConfigError(sentence)
+
+
+def _values(args: Any) -> _Refusals:
+    for name, choices in CHOICES.items():
+        value = getattr(args, name)
+        is_left_out = name == "kl_estimator" and value is None
+        yield (
+            value not in choices and not is_left_out,
+            f"{name} is {value!r}; choose one of {', '.join(choices)}.",
+        )
+    for name, (least, wanted) in _BOUNDS.items():
+        if (value := getattr(args, name)) is not None:
+            yield value < least, f"{name} is {value}; give {wanted}."
+    for name, wanted in _ABOVE_ZERO.items():
+        if (value := getattr(args, name)) is not None:
+            yield not value > 0, f"{name} is {value:g}; give {wanted}."
+
+
+def _rollouts(args: Any) -> _Refusals:
+    yield (
+        args.temperature == 0,
+        f"temperature is 0 with num_generations={args.num_generations}: the rollouts of a group would be the same "
+        "and no advantage could differ from 0; give a temperature above 0, such as 1.0.",
+    )
+    yield (
+        args.max_steps < -1 or args.max_steps == 0,
+        f"max_steps is {args.max_steps}; give 1 or more, or -1 for num_train_epochs.",
+    )
+    yield (
+        args.num_generations is not None and args.num_generations < 2,
+        f"num_generations is {args.num_generations}, but a group's advantage compares its rollouts with each other; "
+        "give at least 2.",
+    )
+    yield (
+        args.disable_dropout is False,
+        "disable_dropout is False: the sampler and the old log-probs have no dropout, so the trained pass would be "
+        "another policy's; leave it out, and regularize by beta or weight_decay.",
+    )
+    yield (
+        args.mask_env_responses is False,
+        "mask_env_responses is False: tokens of the environment never carry loss, as the policy did not sample "
+        "them; leave it out.",
+    )
+    yield (
+        (args.num_generations_eval or 1) > 1 and args.eval_temperature == 0,
+        f"num_generations_eval is {args.num_generations_eval} with eval_temperature=0: greedy answers of a prompt "
+        "are all the same; give a temperature above 0, or num_generations_eval=1.",
+    )
+    yield (
+        args.old_logprobs_on_rollout_device and args.rollout_device is None,
+        "old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.",
+    )
+    yield (
+        args.old_logprobs_on_rollout_device and args.cast_lm_head_to_fp32,
+        "old_logprobs_on_rollout_device and cast_lm_head_to_fp32 do not go together: the copy has numbers of one "
+        "kind, so its log-probs would not be the policy's; leave one of the two out.",
+    )
+    yield (
+        args.rollout_cuda_graphs and not str(args.rollout_device).startswith("cuda"),
+        f"rollout_cuda_graphs needs a GPU as rollout_device, such as 'cuda:1'; it is {args.rollout_device!r}.",
+    )
+
+
+def _loss(args: Any) -> _Refusals:
+    name, loss_type = args.loss_type, LOSS_TYPES[args.loss_type]
+    yield (
+        name == "cispo" and (args.epsilon_high is None or args.epsilon_high <= 1.0),
+        f"loss_type='cispo' cuts the ratio itself to at most epsilon_high, which is {args.epsilon_high}"
+        f"{f' (epsilon={args.epsilon:g} is taken)' if args.epsilon_high is None else ''}: on policy, where the "
+        "ratio is 1, that would scale every gradient down; set epsilon_high above 1, such as 5.0.",
+    )
+    yield (
+        args.max_completion_length is None and name == "dr_grpo",
+        "loss_type='dr_grpo' divides by max_completion_length, which is None; give it a number of tokens, or use "
+        "'dapo'.",
+    )
+    level, mode = args.importance_sampling_level, args.vllm_importance_sampling_mode
+    yield (
+        loss_type.multiplies_ratios and level != "token",
+        f"loss_type={name!r} weighs by the ratio of the whole row at every level, so "
+        f"importance_sampling_level={level!r} would change its metrics alone; leave it out.",
+    )
+    yield (
+        args.delta is not None and not loss_type.is_clipped,
+        f"delta={args.delta} bounds the clipped objective, which loss_type={name!r} does not have; leave it out.",
+    )
+    yield (
+        loss_type.multiplies_ratios and mode.startswith("sequence"),
+        f"loss_type={name!r} multiplies the tokens' ratios itself, so vllm_importance_sampling_mode={mode!r} counts "
+        "a row's ratio once a token; use 'token_truncate'.",
+    )
+    for setting in _OF_IMPORTANCE_SAMPLING:
+        value = getattr(args, setting)
+        yield (
+            value != getattr(type(args), setting) and not args.vllm_importance_sampling_correction,
+            f"{setting}={value!r} would change the importance weights, which are off; set "
+            "vllm_importance_sampling_correction=True, or leave that out.",
+        )
+    # TRL copies the deprecated cap to clip_max later
+    low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_cap
+    high = args.vllm_importance_sampling_clip_max if cap is None else cap
+    yield (
+        (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1),
+        f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} leave out a ratio of "
+        "1, which is that of every token on policy; give a minimum of 0 to 1, and a maximum of 1 or more.",
+    )
+    yield (
+        args.top_entropy_quantile < 1.0 and _has_entropy_bonus(args),
+        f"top_entropy_quantile={args.top_entropy_quantile:g} makes an entropy bonus a mean over some tokens of each "
+        "micro-batch, which weighs micro-batches and not tokens; set entropy_coef=0.0, or leave it at 1.0.",
+    )
+    yield (
+        args.top_entropy_quantile < 1.0 and args.max_tokens_per_micro_batch is not None,
+        f"top_entropy_quantile={args.top_entropy_quantile:g} is a quantile over the tokens of a micro-batch, so "
+        "max_tokens_per_micro_batch would change what is trained; leave one of them out.",
+    )
+
+
+def _kl(args: Any) -> _Refusals:
+    in_reward, estimator = args.kl_in_reward, args.kl_estimator
+    given = "kl_in_reward=True" if in_reward else f"kl_estimator={estimator!r}"
+    yield (
+        args.beta == 0.0 and (estimator is not None or in_reward),
+        f"{given} has no effect with beta=0; set beta, such as 0.001, or leave it out.",
+    )
+    yield (
+        in_reward and estimator not in (None, "k1"),
+        f"kl_estimator={estimator!r} with kl_in_reward=True: in the reward k1 alone has the gradient of the KL; "
+        "leave kl_estimator out, or set kl_in_reward=False.",
+    )
+    yield (
+        in_reward and args.advantage_estimator == "group" and args.scale_rewards not in ("none", False),
+        f"kl_in_reward=True with advantage_estimator='group' and scale_rewards={args.scale_rewards!r}: where rewards "
+        "are equal, the division by their deviation scales the KL up to advantages of size 1; set "
+        "scale_rewards='none', or advantage_estimator='rloo'.",
+    )
+    yield (
+        in_reward and args.dynamic_sampling,
+        "dynamic_sampling replaces groups whose rewards are all equal, which kl_in_reward=True trains by their KL; "
+        "set one of them to False.",
+    )
+    yield (
+        estimator == "k1" and not in_reward and not args.use_bias_correction_kl,
+        "kl_estimator='k1' with use_bias_correction_kl=False is a term whose gradient is 0 in expectation; set "
+        "use_bias_correction_kl=True, kl_estimator='k2', or kl_in_reward=True.",
+    )
+
+
+def _advantages(args: Any) -> _Refusals:
+    estimator = args.advantage_estimator
+    yield (
+        estimator != "group" and args.scale_rewards not in ("group", True),
+        f"scale_rewards={args.scale_rewards!r} has no effect with advantage_estimator={estimator!r}, which has a "
+        "scale of its own; leave one of them out.",
+    )
+    yield (
+        estimator == "reinforce_plus_plus" and args.dynamic_sampling,
+        "dynamic_sampling replaces groups whose rewards are all equal, which advantage_estimator="
+        "'reinforce_plus_plus' learns from, as it compares with the whole block; set dynamic_sampling=False, or "
+        "'reinforce_plus_plus_baseline', where such a group has one advantage for all, 0 if lengths are equal.",
+    )
+
+
+def _streaming(args: Any) -> _Refusals:
+    """Refuse what needs the whole block, or the whole update, before its first micro-batch."""
+    if not args.streaming:
+        return
+    of_block = "needs the rollouts of the whole block before its first micro-batch is trained; set streaming=False."
+    yield args.kl_in_reward, f"kl_in_reward=True {of_block}"
+    yield (
+        args.advantage_estimator.startswith("reinforce"),
+        f"advantage_estimator={args.advantage_estimator!r} {of_block}",
+    )
+    yield (
+        args.scale_rewards == "batch",
+        "scale_rewards='batch' needs the rewards of the whole block before its first micro-batch is trained; use "
+        "'group' or 'none', or streaming=False.",
+    )
+    yield (
+        LOSS_TYPES[args.loss_type].depends_on_micro_steps,
+        f"loss_type={args.loss_type!r} divides by each micro-step's own tokens, which streaming cannot weigh; use "
+        "'dapo', or streaming=False.",
+    )
+    yield (
+        args.top_entropy_quantile < 1.0,
+        f"top_entropy_quantile={args.top_entropy_quantile:g} is a quantile over the tokens of a micro-batch, which "
+        "streaming fills with whole groups and not by chance; set it to 1.0, or streaming=False.",
+    )
+    yield (
+        _has_entropy_bonus(args),
+        "an entropy bonus is a mean over the tokens of the whole update, whose number streaming does not know in "
+        "time; set entropy_coef=0.0, or streaming=False.",
+    )
+
+
+def _unsupported(args: Any) -> _Refusals:
+    import trl
+
+    defaults = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    for name, instead in UNSUPPORTED.items():
+        value = getattr(args, name)
+        yield (
+            value not in (defaults[name], None, {}, []),
+            f"{name}={value!r} of TRL has no effect in this trainer: {instead}.",
+        )
+
+
+def _has_entropy_bonus(args: Any) -> bool:
+    return bool(args.entropy_coef != 0.0 or args.use_adaptive_entropy)
+
+
+def refuse_biased_sampling(args: Any, whose: str, given: Mapping[str, Any]) -> None:
+    """Refuse what makes the sampler's log-probs those of another distribution, wherever they are used.
+
+    Args:
+        args: a `GRPOConfig` that is made.
+        whose: who samples so, for the message.
+        given: sampling arguments.
+
+    Raises:
+        ConfigError: with what to leave out or to set.
+    """
+    if not args.vllm_importance_sampling_correction and not args.may_be_stale and not args.kl_in_reward:
+        return
+    for name in NEUTRAL:
+        if (value := unless_neutral(name, given)) is None:
+            continue
+        sampled = f"{whose} samples with {name}={value!r}"
+        if args.kl_in_reward:
+            raise ConfigError(
+                f"{sampled}, under which kl_in_reward is the KL of another distribution than the policy's; leave "
+                f"{name} out, or set kl_in_reward=False."
+            )
+        if args.vllm_importance_sampling_correction:
+            raise ConfigError(
+                f"{sampled}, under which importance weights are biased, for the sampler's log-probs are those of "
+                f"another distribution; leave {name} out, or set vllm_importance_sampling_correction=False."
+            )
+        raise ConfigError(
+            f"{sampled} with num_batches_ahead={args.num_batches_ahead} and without "
+            "vllm_importance_sampling_correction: the ratio to the sampler's log-probs is then all that tells stale "
+            f"tokens from fresh ones, and they are those of another distribution; leave {name} out, or set "
+            "num_batches_ahead=0."
+        )
+
+
+def refuse_processes(args: Any, accelerator: Any, *, experts: bool) -> None:
+    """Refuse settings that the processes of a run, or its model, cannot follow.
+
+    Args:
+        experts: the loss has the router's term of a mixture of experts.
+
+    Raises:
+        ConfigError: with what to set instead.
+    """
+    kind = accelerator.distributed_type
+    plugin = accelerator.state.deepspeed_plugin if kind == "DEEPSPEED" else None
+    splits_parameters = kind == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
+    _refuse(
+        [
+            (
+                kind == "FSDP" and not accelerator.is_fsdp2,
+                "FSDP's first version is on its way out of transformers and is not supported; set fsdp_version: 2 in "
+                "the file that accelerate launch reads (examples/accelerate/fsdp.yaml).",
+            ),
+            (
+                args.rollout_device is not None and splits_parameters,
+                f"rollout_device={args.rollout_device!r} copies weights inside of one process, and here each holds a "
+                "part of them; leave it out and start a rollout server (vf-vllm, vf-serve).",
+            ),
+            (
+                args.streaming and experts,
+                "the router loss of a mixture-of-experts model is a mean over each micro-batch, which streaming "
+                "would scale with it; set streaming=False.",
+            ),
+            (
+                args.streaming and kind == "DEEPSPEED",
+                "DeepSpeed keeps gradients to itself, and streaming has to scale them; set streaming=False, or use "
+                "FSDP.",
+            ),
+        ]
+    )
+
+
+def longest_wait_s(args: Any) -> int:
+    """Return the seconds for which the other ranks may wait for rank 0 in one collective, with a margin.
+
+    A block is the longest wait: the server, rollouts that end before the push, the update of another server, servers
+    that are away, the push, its probe, and the block itself.
+    """
+    generation_s, push_s = args.async_generation_timeout, args.weight_sync_timeout
+    # an adapter has a new name with each push, so requests in flight must end before it
+    drains = args.drain_before_sync or (args.drain_before_sync is None and args.weight_sync == "lora")
+    drain_s, probe_s = generation_s if drains else 0.0, max(generation_s, args.rollout_timeout, push_s)
+    block_s = args.server_wait + drain_s + push_s + args.server_restart_timeout + push_s + probe_s + generation_s
+    waited_s = max(block_s, args.eval_timeout or generation_s)
+    # writing weights and environments' own code have no deadline and take seconds; torch counts no further
+    return int(min(waited_s + _MARGIN_S, _LONGEST_S))
