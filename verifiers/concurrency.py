@@ -123,11 +123,6 @@ class DaemonThreads:
         self._waiting: deque[_Job] = deque()
         self._running = 0
 
-    @property
-    def is_full(self) -> bool:
-        """True where the next call waits for another one's end."""
-        return self._running >= self.limit
-
     async def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Return the result of `work()`, or what it raises.
 

@@ -10,7 +10,7 @@ from typing import Any
 from verifiers.inference.server_client import ServerClient
 from verifiers.inference.server_pool import Load, ServerPool, WeightUpdate
 from verifiers.testing import FakeOpenAIServer
-from verifiers.testing.script import Faults
+from verifiers.testing.faults import Faults
 
 NEVER_PUSHED = "default"
 

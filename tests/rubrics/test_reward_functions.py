@@ -11,7 +11,7 @@ import pytest
 from verifiers.concurrency import threads_for
 from verifiers.rubrics import Rubric
 from verifiers.rubrics.judge_rubric import JudgeRubric
-from verifiers.rubrics.scoring import SingleFlight, grading_deadline
+from verifiers.rubrics.scoring import SingleFlight, grading_deadline, waiting_turn
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import State
 
@@ -148,6 +148,28 @@ async def test_waiting_for_a_free_thread_does_not_count_as_grading(monkeypatch: 
     await begun.wait()
     await waits(60.0)
     assert (await first)[0].reward == 1.0
+
+
+async def test_waiting_for_free_workers_does_not_count_as_grading() -> None:
+    async with grading_deadline(0.2) as deadline:
+        with waiting_turn() as first, waiting_turn() as second:
+            await asyncio.sleep(0.3)
+            first()
+            await asyncio.sleep(0.3)
+            assert deadline.when() is None
+            second()
+            second()
+            await asyncio.sleep(0.01)
+            assert deadline.when() is not None
+
+    async def grades() -> None:
+        async with grading_deadline(0.05):
+            with waiting_turn() as begun:
+                begun()
+                await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        await grades()
 
 
 async def test_a_cancelled_caller_leaves_the_work_to_the_next() -> None:

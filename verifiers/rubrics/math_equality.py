@@ -18,6 +18,7 @@ from typing import Any
 
 from verifiers.errors import GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
 from verifiers.loop_thread import run_blocking
+from verifiers.rubrics.scoring import waiting_turn
 from verifiers.sandbox.worker_pool import WorkerPool
 
 __all__ = ["MathVerdict", "answer_text", "exact_match", "math_verdict", "math_verdict_blocking"]
@@ -211,7 +212,8 @@ def _new_pool() -> WorkerPool:
 async def _by_worker(answer: str, response: str, timeout_s: float) -> MathVerdict:
     for _ in range(2):
         try:
-            is_equal = await _pool().call(_EQUAL, answer, response, timeout_s=timeout_s)
+            with waiting_turn() as begun:
+                is_equal = await _pool().call(_EQUAL, answer, response, timeout_s=timeout_s, begun=begun)
             return MathVerdict.RIGHT if is_equal else MathVerdict.WRONG
         except WorkerTimeoutError:
             return MathVerdict.TIMED_OUT

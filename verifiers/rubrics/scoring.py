@@ -17,19 +17,13 @@ import math
 import os
 import reprlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
+from verifiers.concurrency import gather_owned, is_async_function, threads_for, without_partials
 from verifiers.errors import GradingError
 from verifiers.types import FailedGrade, RolloutScore, State
-
-__all__ = [
-    "ARGUMENTS", "PLURALS", "RewardCall", "SingleFlight", "arguments_of", "columns_of", "finite_float",
-    "grading_deadline", "is_finite_number", "is_group_func", "note_failure", "parameters_of", "reward_name",
-    "reward_names", "reward_values", "store_scores", "take_failures",
-]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -197,7 +191,13 @@ async def _in_one_thread(work: Mapping[RewardCall, Sequence[Mapping[str, Any]]])
 
     threads = threads_for("reward function", MAX_THREADS)
     try:
-        results = await (_run_without_waiting_time(threads, run) if threads.is_full else threads.run(run))
+        with waiting_turn() as begun:
+
+            def run_with_a_thread() -> dict[RewardCall, list[Any]]:
+                begun()
+                return run()
+
+            results = await threads.run(run_with_a_thread)
     finally:
         ended = True
     for call, of_call in results.items():
@@ -228,43 +228,74 @@ def _values(results: list[Any], count: int, is_group: bool) -> list[float | Base
 
 # -- the deadline of a group ------------------------------------------------------------------------------------
 
-_deadline: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("grading_deadline", default=None)
+
+class _Clock:
+    """The deadline of a group's scoring: it stands still while a part of it waits for its turn. Used on its loop."""
+
+    def __init__(self, deadline: asyncio.Timeout) -> None:
+        self.loop, self.is_over = asyncio.get_running_loop(), False
+        self._deadline, self._waiting, self._left_s = deadline, 0, 0.0
+
+    def stop(self) -> None:
+        when = self._deadline.when()
+        if when is not None and self._is_running():
+            self._left_s = when - self.loop.time()
+            self._deadline.reschedule(None)
+        self._waiting += 1
+
+    def go_on(self) -> None:
+        self._waiting -= 1
+        if not self._waiting and self._is_running():
+            self._deadline.reschedule(self.loop.time() + self._left_s)
+
+    def _is_running(self) -> bool:
+        return not self.is_over and not self._deadline.expired()
+
+
+_clock: contextvars.ContextVar[_Clock | None] = contextvars.ContextVar("grading_clock", default=None)
 
 
 @contextlib.asynccontextmanager
 async def grading_deadline(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Bound the scoring of one group in it, as `asyncio.timeout`; time spent waiting for a thread does not count."""
+    """Bound the scoring of one group in it, as `asyncio.timeout`; time in `waiting_turn` does not count."""
     async with asyncio.timeout(timeout_s) as deadline:
-        token = _deadline.set(deadline)
+        clock = _Clock(deadline)
+        token = _clock.set(clock)
         try:
             yield deadline
         finally:
-            _deadline.reset(token)
+            clock.is_over = True
+            _clock.reset(token)
 
 
-async def _run_without_waiting_time(threads: DaemonThreads, work: Callable[[], T]) -> T:
-    """Run `work` in a thread that others must leave first, and stop the deadline until it begins."""
-    deadline, loop = _deadline.get(), asyncio.get_running_loop()
-    when = deadline.when() if deadline is not None else None
-    if deadline is None or when is None:
-        return await threads.run(work)
-    left_s = when - loop.time()
+@contextlib.contextmanager
+def waiting_turn() -> Iterator[Callable[[], None]]:
+    """Stop the deadline of a scoring that waits in it for a thread or a worker; yield what says that it has one.
+
+    What is yielded may be called in any thread.
+    """
+    clock = _clock.get()
+    if clock is None:
+        yield lambda: None
+        return
+    waits = True
 
     def begin() -> None:
-        if deadline.when() is None and not is_over:
-            deadline.reschedule(loop.time() + left_s)
+        nonlocal waits
+        if waits:
+            waits = False
+            clock.go_on()
 
-    def begun() -> T:
-        loop.call_soon_threadsafe(begin)
-        return work()
+    def begun() -> None:
+        # the loop may have ended
+        with contextlib.suppress(RuntimeError):
+            clock.loop.call_soon_threadsafe(begin)
 
-    is_over = False
-    deadline.reschedule(None)
+    clock.loop.call_soon_threadsafe(clock.stop)
     try:
-        return await threads.run(begun)
+        yield begun
     finally:
-        begin()
-        is_over = True
+        begun()
 
 
 # -- names and numbers -------------------------------------------------------------------------------------------

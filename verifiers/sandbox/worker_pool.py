@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -85,12 +85,20 @@ class WorkerPool:
         self._workers = workers
         self._finalizer = weakref.finalize(self, _Workers.close, workers)
 
-    async def call(self, function: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+    async def call(
+        self,
+        function: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        begun: Callable[[], None] = lambda: None,
+        **kwargs: Any,
+    ) -> Any:
         """Call a function in a worker. Cancelling this kills the call.
 
         Args:
             function: "module:attribute"; what it takes and returns must be JSON.
-            timeout_s: wall time in seconds; None takes the pool's.
+            timeout_s: wall time in seconds, from when it has a worker; None takes the pool's.
+            begun: called in another thread when it has one.
 
         Raises:
             WorkerTimeoutError: it ran past its time, and was killed.
@@ -98,11 +106,11 @@ class WorkerPool:
             WorkerCallError: it raised; `kind` is the name of the exception's class.
             ConfigError: there is no such function, or the arguments are not JSON.
         """
-        return await asyncio.wrap_future(self._submit(function, args, kwargs, timeout_s))
+        return await asyncio.wrap_future(self._submit(function, args, kwargs, timeout_s, begun))
 
     def call_blocking(self, function: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Call a function as `call` does, from code without an event loop."""
-        future = self._submit(function, args, kwargs, timeout_s)
+        future = self._submit(function, args, kwargs, timeout_s, lambda: None)
         try:
             return future.result()
         finally:
@@ -121,7 +129,12 @@ class WorkerPool:
         self.close()
 
     def _submit(
-        self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float | None
+        self,
+        function: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout_s: float | None,
+        begun: Callable[[], None],
     ) -> Future[Any]:
         module, colon, attribute = function.partition(":")
         if not (module and colon and attribute):
@@ -135,7 +148,7 @@ class WorkerPool:
         if self._workers.process != os.getpid():
             # a forked child has neither the thread nor the right to the parent's workers
             self._serve_from(self._begin(closed=self._workers.closed))
-        return self._workers.submit(self._workers.call(request, limit_s))
+        return self._workers.submit(self._workers.call(request, limit_s, begun))
 
 
 def _checked_timeout(timeout_s: float) -> float:
@@ -250,13 +263,14 @@ class _Workers:
     def _closed_error(self) -> WorkerError:
         return WorkerError(f"The worker pool {self._name!r} is closed.")
 
-    async def call(self, request: dict[str, Any], timeout_s: float) -> Any:
+    async def call(self, request: dict[str, Any], timeout_s: float, begun: Callable[[], None]) -> Any:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
         try:
             async with self._turns:
                 worker = await self._take(request["function"])
+                begun()
                 try:
                     return await worker.call(request, timeout_s)
                 finally:

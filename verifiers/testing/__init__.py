@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verifiers.testing.fake_client import FakeClient
     from verifiers.testing.fake_server import FakeOpenAIServer
-    from verifiers.testing.script import Fault, RecordedRequest, decode_ids, encode_text
+    from verifiers.testing.faults import Fault
+    from verifiers.testing.script import RecordedRequest, decode_ids, encode_text
 
 __all__ = ["FakeClient", "FakeOpenAIServer", "Fault", "RecordedRequest", "decode_ids", "encode_text"]
 
 _HOMES = {
     "FakeClient": "fake_client",
     "FakeOpenAIServer": "fake_server",
-    "Fault": "script",
+    "Fault": "faults",
     "RecordedRequest": "script",
     "decode_ids": "script",
     "encode_text": "script",

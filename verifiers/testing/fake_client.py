@@ -11,7 +11,8 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import WireObject, request_body
-from verifiers.testing.script import Answers, Fault, Faults, RecordedRequest, Script, fault_schedule, response_body
+from verifiers.testing.faults import Fault, Faults, fault_schedule
+from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
 
 # openai's exception for each status; 500 and above is InternalServerError
 _STATUS_ERRORS = {

@@ -25,7 +25,8 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.errors import ConfigError, DeadlineError
-from verifiers.testing.script import Answers, Fault, Faults, RecordedRequest, Script, fault_schedule, response_body
+from verifiers.testing.faults import Fault, Faults, fault_schedule
+from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
 
 
 def _error_reply(status: int, message: str) -> web.Response:
