@@ -67,6 +67,7 @@ PADDING_LENGTH = 2
 """Tokens of a padding row."""
 
 _FILL = 0
+"""Any token id does: attention does not see it, and the loss does not count it."""
 
 _PADDING = -1
 """`rollout_index` of a padding row, which belongs to no rollout; and its number until all are counted."""
@@ -116,7 +117,7 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
 
     A prompt's tokens past the shortest prompt stand before the completion, masked out of the loss as an environment's
     tokens are, so a row is as long as the longest of them and nothing is padded on the left (but a padding row, whose
-    prompt is shorter). Attention sees no fill, so any token id does.
+    prompt is shorter).
 
     Returns:
         CPU tensors by name, int64 where nothing else is said:
