@@ -181,8 +181,8 @@ def _read_hub(table: HubTable, configuration: Configuration, name: str) -> _Tabl
 
 
 def _read_environment(table: EnvironmentTable, name: str) -> tuple[Any, _Table]:
-    from verifiers.envs.registry import load_environment
     from verifiers.envs.multiturn_env import SingleTurnEnv
+    from verifiers.envs.registry import load_environment
 
     try:
         environment = load_environment(table.id, **table.args)
