@@ -165,7 +165,9 @@ def _await_exit() -> None:
     _exiting.wait()
 
     async def end_all() -> None:
-        await asyncio.gather(*(env.teardown() for env in list(_at_exit) if env not in _ended))
+        waiting = [env.teardown() for env in list(_at_exit) if env not in _ended]
+        # marked methods log what they raise; none keeps the others from their end
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     asyncio.run(end_all())
 
