@@ -102,6 +102,21 @@ def server_of(script: str, *arguments: object) -> Iterator[str]:
             process.wait()
 
 
+def make_policy(directory: Path) -> None:
+    """Write a model of some thousand parameters with one token a character; the fake server's ids are characters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from verifiers.train.tiny_model.char_model import make_tokenizer
+
+    make_tokenizer().save_pretrained(directory)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 128}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **ends)).save_pretrained(directory)
+
+
 def run(policy: Path, url: str, seconds: float, steps: int, **settings: Any) -> dict[str, float]:
     """Train `steps` steps; gives seconds a step after the first, of the whole run, and of waiting in each."""
     from transformers import TrainerCallback
@@ -191,11 +206,9 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0, help="Of the logarithm of the latencies.")
     parser.add_argument("--ahead", type=int, default=2, help="num_batches_ahead of the overlapped side.")
     args = parser.parse_args()
-    from verifiers.train.tiny_model.char_model import make_model
-
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
         policy = Path(scratch)
-        make_model(policy, seed=0)
+        make_policy(policy)
         equal = measure(policy, args.seconds, args.steps, 0.0, args.ahead)
         spread = measure(policy, args.seconds, args.steps, args.sigma, args.ahead)
     for name, numbers in (("equal", equal), ("log-normal", spread)):

@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--steps 20000] [--logging-steps 1] [--save-steps 500] [--ahead 2]
 
 A real `GRPOTrainer` (plan, generator, collation, loss, optimizer, weight push and probe, block log, checkpoints) on a
-model of 0.3 million parameters, against a server in a process of its own that answers at once with token ids and
+model of some thousand parameters, against a server in a process of its own that answers at once with token ids and
 log-probs; 8 completions a step, one update a block. So an hour holds the steps of a day or more of real training.
 
 Resident memory of the trainer's process is read 200 times. The slope is that of a least-squares line through all
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap import serve_answers, server_of
+from overlap import make_policy, serve_answers, server_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -68,7 +68,6 @@ def soak(scratch: Path, url: str, steps: int, logging_steps: int, save_steps: in
 
     import verifiers as vf
     from verifiers.train.config import GRPOConfig
-    from verifiers.train.tiny_model.char_model import make_model
     from verifiers.train.trainer import GRPOTrainer
 
     readings: list[Reading] = []
@@ -88,7 +87,7 @@ def soak(scratch: Path, url: str, steps: int, logging_steps: int, save_steps: in
         return float(completion[-1]["content"].count("a"))
 
     policy = scratch / "policy"
-    make_model(policy, seed=0)
+    make_policy(policy)
     questions = [{"question": f"question {index}", "answer": "a"} for index in range(512)]
     env = vf.SingleTurnEnv(dataset=questions, rubric=vf.Rubric(funcs=[letters]))
     args = GRPOConfig(

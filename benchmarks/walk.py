@@ -104,8 +104,10 @@ async def walk_rollout(walk: Walk, url: str) -> None:
 
 
 def walk_block(walk: Walk, url: str) -> None:
+    sys.path.append(str(Path(__file__).resolve().parent))
+    from overlap import make_policy
+
     from verifiers.train.config import GRPOConfig
-    from verifiers.train.tiny_model.char_model import make_model
     from verifiers.train.trainer import GRPOTrainer
 
     class Arrived(Exception):
@@ -117,7 +119,7 @@ def walk_block(walk: Walk, url: str) -> None:
             raise Arrived
 
     with tempfile.TemporaryDirectory() as scratch:
-        make_model(Path(scratch) / "policy", seed=0)
+        make_policy(Path(scratch) / "policy")
         args = GRPOConfig(
             str(Path(scratch) / "run"),
             server_url=url,

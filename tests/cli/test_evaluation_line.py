@@ -19,11 +19,6 @@ from verifiers.evals.evaluation_run import EvaluationRun, new_run
 from verifiers.evals.results import RolloutResults
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def run(**known: Any) -> EvaluationRun:
     made = new_run(Path("nowhere"), {"env": "sums", "num_examples": 4, "rollouts_per_example": 3}, vf.Rubric())
     return replace(made, **known)
@@ -53,25 +48,6 @@ def test_nothing_is_made_up_before_the_first_rollout() -> None:
     text = progress_text(run(), 0.0, in_flight=0)
     assert text.split("  ")[2] == "reward -"
     assert "  ? left  " in text
-
-
-async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:
-    shown = 0
-
-    def text(on_terminal: bool) -> str:
-        nonlocal shown
-        shown += 1
-        assert on_terminal
-        return f"line {shown}"
-
-    stream = Terminal()
-    began = time.monotonic()
-    async with asyncio.timeout(60), live_line(text, stream):
-        while shown < 4:  # noqa: ASYNC110 - a line tells nobody
-            await asyncio.sleep(0.01)
-    # the first is there at once
-    assert time.monotonic() - began > 0.74
-    assert "line 2" in stream.getvalue()
 
 
 async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

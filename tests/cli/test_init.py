@@ -104,8 +104,8 @@ def test_a_name_that_cannot_be_a_package_is_one_sentence_and_exit_code_2(
 @pytest.mark.parametrize(
     ("present", "message"),
     [
-        ("environments/my_env/notes.txt", "a directory with notes.txt"),
-        ("environments/my_env", "a file"),
+        ("environments/my_env/notes.txt", "exists already"),
+        ("environments/my_env", "exists already"),
         ("environments", "cannot be written"),
     ],
 )

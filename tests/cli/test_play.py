@@ -144,6 +144,14 @@ def test_what_the_environment_says_after_the_last_answer_is_shown_too(
     assert "[assistant]" not in shown, "the person's own words are on the screen already"
 
 
+def test_text_is_continued_in_completion_mode(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    typed("time\n/done\n")
+    assert main(["zz-game", "-a", '{"kind": "completion"}']) == 0
+    shown = capsys.readouterr().out
+    assert "Once upon a" in shown
+    assert "reward   1" in shown
+
+
 def test_a_grading_error_is_shown_as_such_and_is_no_zero(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
     typed("x\n/done\n")
     assert main(["zz-game", "-a", '{"kind": "broken"}']) == 1

@@ -151,27 +151,6 @@ def test_what_would_end_the_run_is_told_before_the_server_is_started(
     assert sorted(path.name for path in Path().iterdir()) == before
 
 
-def test_no_bar_of_a_library_is_drawn_into_the_lines_of_a_run(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import datasets
-    import transformers
-
-    bars: list[bool] = []
-
-    def started(*_: object, **__: object) -> None:
-        bars.append(transformers.utils.logging.is_progress_bar_enabled() or not datasets.are_progress_bars_disabled())
-        raise CommandFailedError("far enough")
-
-    monkeypatch.setattr("verifiers.train.processes.launch.launched_server", started)
-    run_file.write_text(RUN + '[server]\nlaunch = "embedded"\n')
-    transformers.utils.logging.enable_progress_bar()
-    datasets.enable_progress_bars()
-    assert main([str(run_file)]) == 1
-    assert capsys.readouterr().err == "vf-train: far enough\n"
-    assert bars == [False]
-
-
 def test_the_same_command_resumes_and_fresh_starts_again(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,21 +92,3 @@ def test_init_install_eval_works_from_an_empty_directory_as_the_page_says(
         server.communicate()
     assert "reward: mean 1.000" in shown
     assert "15 rollouts of 5 prompts" in shown
-
-
-def test_pip_keeps_verifiers_and_takes_an_excluded_package_only_when_told(
-    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    require_registry(python)
-    run(python, "vf-init zz-pinned")
-    project = Path("environments/zz_pinned/pyproject.toml")
-    project.write_text(project.read_text().replace('["verifiers>=1.0.0.dev0"]', '["verifiers>=0.1.5,<0.2"]'))
-    call = [python, "-m", "verifiers.cli.install", "zz-pinned"]
-    refused = subprocess.run(call, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "zz-pinned requires verifiers<0.2,>=0.1.5" in refused.stderr
-    assert "installed zz-pinned 0.1.0" in run(python, "vf-install zz-pinned --ignore-pin")
-    # in place: an edit counts at once
-    run(python, "vf-install zz-pinned --ignore-pin --editable")
-    assert str(project.parent.resolve()) in run(python, "vf-list")

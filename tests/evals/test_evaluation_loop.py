@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 import verifiers as vf
 from verifiers.errors import ConfigError
@@ -192,3 +193,40 @@ def test_the_progress_counts_as_the_rollouts_themselves_would() -> None:
     assert summary["rewards"]["reward"]["mean"] == results.mean_reward == 0.5
     assert summary["rewards"]["good"]["mean"] == 2.0
     assert results.commonest_failure() == ("TimeoutError: ***", 1)
+
+
+async def test_work_is_taken_from_a_long_list_only_when_there_is_room_for_it() -> None:
+    async def instant(completion: Any) -> float:
+        return 1.0
+
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(300)]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([instant]))
+    done: list[Rollout] = []
+    taken = 0
+
+    def long_list() -> Any:
+        nonlocal taken
+        for unit in units_of(env):
+            taken += 1
+            assert taken - len(done) < 150
+            yield unit
+
+    await run_units(runner_of(env, "4", max_concurrent=8), long_list(), done.append)
+    assert taken == len(done) == 300
+
+
+def test_rows_read_together_are_the_rows_read_one_by_one() -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"q{i}"}],
+            "answer": str(i),
+            "info": {"n": i, "of": None},
+            "task": "t",
+        }
+        for i in range(75)
+    ]
+    dataset = Dataset.from_list(rows)
+    one_by_one = [dataset[index] for index in range(len(dataset))]
+    assert not hasattr(one_by_one, "iter")
+    assert list(iter_requests(dataset, 2, 3)) == list(iter_requests(one_by_one, 2, 3))
+    assert [group[0].answer for group in iter_requests(dataset, 2, 3)] == [str(i) for i in range(75)]

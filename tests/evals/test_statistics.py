@@ -9,8 +9,6 @@ from verifiers.errors import ConfigError
 from verifiers.evals.statistics import (
     Estimate,
     best_at_k,
-    beta_cdf,
-    beta_quantile,
     clopper_pearson,
     detectable_difference,
     mean_and_stderr_clustered,
@@ -172,11 +170,6 @@ def test_runs_without_any_difference_still_have_an_interval() -> None:
     assert (better.low, better.high) == pytest.approx((1 - 2 * 0.308497, 1), abs=1e-6)
 
 
-def test_one_pair_and_no_pair_have_no_interval() -> None:
-    assert math.isnan(paired_difference({1: [0.0]}, {1: [1.0]}).low)
-    assert math.isnan(paired_difference({1: [0.0]}, {2: [1.0]}).mean)
-
-
 def test_a_confidence_outside_zero_and_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="confidence is 95"):
         mean_and_stderr_clustered(FIVE_PROMPTS, confidence=95)
@@ -236,14 +229,6 @@ def test_exact_intervals_leave_half_the_error_to_each_side(right: int, trials: i
     at_least = math.fsum(math.comb(trials, i) * low**i * (1 - low) ** (trials - i) for i in range(right, trials + 1))
     at_most = math.fsum(math.comb(trials, i) * high**i * (1 - high) ** (trials - i) for i in range(right + 1))
     assert (at_least, at_most) == pytest.approx((0.05, 0.05), rel=1e-7)
-
-
-def test_the_beta_distribution_matches_closed_forms() -> None:
-    for x in (0.01, 0.3, 0.5, 0.97):
-        assert beta_cdf(x, 1, 1) == pytest.approx(x)
-        assert beta_cdf(x, 3, 1) == pytest.approx(x**3)
-        assert beta_cdf(x, 2, 2) == pytest.approx(3 * x**2 - 2 * x**3)
-        assert beta_quantile(beta_cdf(x, 2.5, 7), 2.5, 7) == pytest.approx(x, rel=1e-9)
 
 
 def test_impossible_arguments_are_refused() -> None:
@@ -335,11 +320,6 @@ def test_best_at_k_is_the_mean_of_the_best_over_all_choices(k: int) -> None:
     rewards = [0.3, -2.0, 0.3, 1.5, 0.0, 4.0]
     choices = [max(choice) for choice in itertools.combinations(rewards, k)]
     assert best_at_k(rewards, k) == pytest.approx(sum(choices) / len(choices))
-
-
-def test_best_at_k_of_right_and_wrong_is_pass_at_k() -> None:
-    for right, k in itertools.product(range(9), range(1, 9)):
-        assert best_at_k([1.0] * right + [0.0] * (8 - right), k) == pytest.approx(pass_at_k(8, right, k))
 
 
 def test_best_at_k_of_many_rollouts_is_finite() -> None:

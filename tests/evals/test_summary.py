@@ -181,16 +181,6 @@ def test_unequal_groups_are_estimated_without_bias() -> None:
     assert np.mean(within) == pytest.approx(1, rel=0.02)
 
 
-def test_the_size_of_unequal_groups_is_that_of_the_analysis_of_variance() -> None:
-    groups = [[0.0], [8.0], [3.0, 5.0] * 8]
-    split = split_variance(groups)
-    size = (18 - (1 + 1 + 256) / 18) / 2
-    assert split.rollouts_per_prompt == pytest.approx(size)
-    assert split.within == pytest.approx(16 / 15)
-    # around the mean of all rollouts, 4: squares between are 16 + 16 + 0
-    assert split.between == pytest.approx((32 / 2 - 16 / 15) / size)
-
-
 def test_a_negative_share_is_none() -> None:
     split = split_variance([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     assert (split.between, split.share_between, split.design_effect) == (0, 0, 1)
@@ -250,8 +240,3 @@ def test_tokens_cost_what_the_table_says(tmp_path: Path) -> None:
 def test_what_is_no_price_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_prices(written(tmp_path, text))
-
-
-def test_a_missing_table_is_a_mistake_in_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml"):
-        load_prices(tmp_path / "none.toml")

@@ -139,18 +139,10 @@ def _sentence(comparison: Comparison) -> str:
 
 def _counts(side: Side) -> str:
     counts = side.counts
-    parts = [f"{counts.scored} of {counts.rollouts} rollouts of {counts.prompts} prompts scored"]
-    parts += [
-        f"{count} {name}"
-        for name, count in (
-            ("unscored", counts.unscored - counts.failed),
-            ("failed", counts.failed),
-            ("truncated", counts.truncated),
-            ("missing", counts.missing),
-        )
-        if count
-    ]
-    return ", ".join(parts)
+    others = {"unscored": counts.unscored - counts.failed, "failed": counts.failed}
+    others |= {"truncated": counts.truncated, "missing": counts.missing or 0}
+    told = [f"{count} {name}" for name, count in others.items() if count]
+    return ", ".join([f"{counts.scored} of {counts.rollouts} rollouts of {counts.prompts} prompts scored", *told])
 
 
 def _interval(estimate: Estimate) -> str:

@@ -141,13 +141,8 @@ def _row(name: str, estimate: Mapping[str, Any], rollouts: int) -> tuple[str, ..
     )
     scored = estimate["rollouts"]
     without = estimate.get("without", rollouts - scored)
-    return (
-        name,
-        mean,
-        stderr,
-        "-" if low == "-" else f"{low} .. {high}",
-        f"{scored} of {scored + without}",
-    )
+    interval = "-" if low == "-" else f"{low} .. {high}"
+    return name, mean, stderr, interval, f"{scored} of {scored + without}"
 
 
 def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
