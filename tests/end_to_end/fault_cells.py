@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tiny_world
 from forks import Forked, Forks
 
 from verifiers.train.checkpoint.block_log import read_block_log
@@ -343,8 +344,7 @@ def assert_every_row_is_accounted_for(world: World) -> dict[str, int]:
     records = block_log(world)
     assert [record["block_id"] for record in records] == list(range(len(planned)))
     for record, plan in zip(records, planned, strict=True):
-        ended = record["trained"] + [[item["example_id"], item["generation"]] for item in record["dropped"]]
-        assert sorted(ended) == sorted(plan)
+        assert tiny_world.ended(record) == sorted(map(tuple, plan))
         for item in record["dropped"]:
             dropped[item["reason"]] = dropped.get(item["reason"], 0) + 1
     return dropped

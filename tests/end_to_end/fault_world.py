@@ -225,9 +225,8 @@ class GatedTrainer(tiny_world.GRPOTrainer):
         begin = self.data_loop._begin_block
 
         def begin_block(block_id: int, step: int) -> None:
-            # where rank 0 waits, pushes and scores, the others run this
-            for stage in ("generating", "scoring", "syncing"):
-                self._raise_on_rank_1(stage, block_id)
+            # the other rank runs this while rank 0 pushes
+            self._raise_on_rank_1("syncing", block_id)
             begin(block_id, step)
 
         self.data_loop._begin_block = begin_block  # type: ignore[method-assign]
@@ -250,7 +249,6 @@ class GatedTrainer(tiny_world.GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._raise_on_rank_1("saving", self.state.global_step - 1)
         if self.gate.is_at("saving", self.state.global_step - 1):
             self.gate.reach()
             if self.gate.fault == "disk full at checkpoint" and self.accelerator.is_main_process:
@@ -330,7 +328,7 @@ def _kill_generator(gate: Gate, trainer: GatedTrainer) -> None:
         time.sleep(PATIENCE_S)
 
     def end() -> None:
-        raise SystemExit if gate.stage in ("scoring", "syncing") else KeyboardInterrupt
+        raise SystemExit if gate.stage == "scoring" else KeyboardInterrupt
 
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "verifiers-servers")
     assert trainer.session.generator is not None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from evaluation_world import logged_evaluations, scripted, steps_of
 from forks import Forked, Forks
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback
 
 import verifiers as vf
 from verifiers.errors import ConfigError
@@ -83,34 +82,11 @@ def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
 # -- a run that is cut -------------------------------------------------------------------------------------------
 
 
-class Cut(Exception):
-    """Stands for whatever ends a run."""
-
-
-class Ends(TrainerCallback):
-    """Ends the run at the end of a step."""
-
-    def __init__(self, at_step: int) -> None:
-        self._at_step = at_step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._at_step:
-            raise Cut
-
-
-@contextmanager
-def cut(trainer: Any, at_step: int) -> Iterator[None]:
-    trainer.add_callback(Ends(at_step))
-    with pytest.raises(Cut):
-        yield
-
-
 def test_stored_evaluations_are_those_of_the_runs_lineage(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     settings = {**EVERY_STEP, "eval_on_start": True, "save_strategy": "steps", "save_steps": 2}
     settings["output_dir"] = tmp_path
     first = make_trainer(tiny_world.single_turn(), **settings)
-    with cut(first, 4):
-        first.train()
+    tiny_world.stop(first, 4)
     evals = tmp_path / "evals"
     assert steps_of(list(evals.iterdir())) == ["step-0", "step-1", "step-2", "step-3"]
     for step in range(4):

@@ -84,9 +84,7 @@ def ends(trainer: Any) -> dict[int, dict[str, int]]:
     """Return how many rollouts ended how, by block; each planned one ends once."""
     found: dict[int, dict[str, int]] = {}
     for record in read_block_log(trainer.args.output_dir):
-        dropped = [(item["example_id"], item["generation"]) for item in record["dropped"]]
-        ended = [*dropped, *map(tuple, record["trained"])]
-        assert sorted(ended) == sorted(trainer.plan.requests(record["block_id"]))
+        assert tiny_world.ended(record) == sorted(trainer.plan.requests(record["block_id"]))
         reasons = [item["reason"] for item in record["dropped"]]
         counts = {reason: reasons.count(reason) for reason in set(reasons)}
         found[record["block_id"]] = {**counts, "trained": len(record["trained"])}

@@ -55,8 +55,7 @@ def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
     assert reasons(tmp_path) == {"zero_variance": 4 * sum(replaced)}
     assert trainer.logged("rollouts/launched") == [8 + 4 * count for count in replaced]
     for record in read_block_log(tmp_path):
-        ended = [tuple(pair) for pair in record["trained"]]
-        ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
+        ended = tiny_world.ended(record)
         assert len(set(ended)) == len(ended)
         assert set(trainer.plan.requests(record["block_id"])) <= set(ended)
 
@@ -181,10 +180,8 @@ def test_what_the_run_ends_before_is_recorded_too(make_fake_trainer: Callable[..
     whole, half = read_block_log(tmp_path)
     assert (len(whole["trained"]), whole["dropped"]) == (16, [])
     assert {item["reason"] for item in half["dropped"]} == {"run_ended"}
-    ended = [tuple(pair) for pair in half["trained"]]
-    assert len(ended) == 8
-    ended += [(item["example_id"], item["generation"]) for item in half["dropped"]]
-    assert sorted(ended) == sorted(trainer.plan.requests(1))
+    assert len(half["trained"]) == 8
+    assert tiny_world.ended(half) == sorted(trainer.plan.requests(1))
 
 
 @pytest.mark.parametrize(("reward", "cause"), [(0.0, "every reward was 0"), (1.0, "every reward was 1")])

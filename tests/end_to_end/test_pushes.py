@@ -188,20 +188,6 @@ def test_the_server_does_not_move_when_the_trainers_model_does(
     assert ask(server.url) == after
 
 
-def test_a_learning_rate_of_zero_changes_neither_weights_nor_rewards(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        tiny_world.single_turn(), learning_rate=0.0, max_steps=12, num_batches_ahead=1, weight_decay=0.1
-    )
-    before = tiny_world.weights(trainer)
-    trainer.train()
-    assert all(torch.equal(before[name], tensor) for name, tensor in tiny_world.weights(trainer).items())
-    rewards = torch.tensor(trainer.logged("reward"))
-    first, last = rewards[:6], rewards[6:]
-    noise = float((first.var() / 6 + last.var() / 6).sqrt())
-    assert abs(float(last.mean() - first.mean())) <= 4 * noise
-    assert max(trainer.logged("mismatch_kl")) < 1e-6
-
-
 def test_training_on_a_clear_reward_improves_it(make_trainer: Callable[..., Any]) -> None:
     """The counterpart of the test above: the same machinery does learn."""
     trainer = make_trainer(tiny_world.single_turn(), learning_rate=5e-3, max_steps=25, num_batches_ahead=1)

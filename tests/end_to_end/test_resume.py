@@ -58,23 +58,6 @@ def test_a_run_continues_in_the_epoch_in_which_it_was_cut(model_dir: Path, serve
     assert same(tiny_world.weights(whole), tiny_world.weights(second))
 
 
-class Dies(TrainerCallback):
-    """Raises at the end of an optimizer step: a run that is stopped with work in flight."""
-
-    def __init__(self, at_step: int) -> None:
-        self._at_step = at_step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._at_step:
-            raise InterruptedError("the run is stopped here")
-
-
-def stop(trainer: tiny_world.ObservedTrainer, at_step: int, resume: bool = False) -> None:
-    trainer.add_callback(Dies(at_step))
-    with pytest.raises(InterruptedError):
-        trainer.train(resume_from_checkpoint=resume)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -91,8 +74,8 @@ def test_a_resumed_run_trains_on_the_blocks_that_were_in_flight(
     whole = trainer_for(model_dir, server, tmp_path / "whole", **settings)
     whole.train()
     parts = [trainer_for(model_dir, server, tmp_path / "cut", **settings) for _ in range(3)]
-    stop(parts[0], 3)
-    stop(parts[1], 7, resume=True)
+    tiny_world.stop(parts[0], 3)
+    tiny_world.stop(parts[1], 7, resume=True)
     parts[2].train(resume_from_checkpoint=True)
     assert [part.seen[0]["step"] for part in parts] == [0, 2, 6]
     lineage = [*parts[0].seen[:4], *parts[1].seen[:8], *parts[2].seen]
@@ -135,7 +118,7 @@ def test_a_run_without_drained_pushes_keeps_what_is_finished_and_generates_the_r
         held |= of_block[3]
         first.add_callback(UntilBlock2IsFinished())
         try:
-            stop(first, 3)
+            tiny_world.stop(first, 3)
         finally:
             let_go.set()
         assert [block.block_id for block in load_pending_blocks(tmp_path / "checkpoint-2")] == [2]
@@ -144,16 +127,7 @@ def test_a_run_without_drained_pushes_keeps_what_is_finished_and_generates_the_r
         second.train(resume_from_checkpoint=True)
     assert [text for text in asked if text in of_block[2]] == []
     assert all(asked.count(text) == 4 for block in (3, 4) for text in of_block[block])
-    assert_block_log_is_whole(tmp_path, second.plan)
-
-
-def assert_block_log_is_whole(directory: Path, plan: Any) -> None:
-    records = read_block_log(directory)
-    assert [record["block_id"] for record in records] == list(range(plan.blocks))
-    for record in records:
-        ended = [tuple(pair) for pair in record["trained"]]
-        ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
-        assert sorted(ended) == sorted(plan.requests(record["block_id"]))
+    tiny_world.assert_block_log_is_whole(tmp_path, second.plan)
 
 
 def test_a_run_that_ends_inside_a_block_ends_well(model_dir: Path, server: Any, tmp_path: Path) -> None:
@@ -280,7 +254,7 @@ def test_a_run_killed_at_random_moments_trains_every_planned_row_once_and_in_ord
             # other samples of the same prompts; within an update rows stand by their length
             assert sorted(row[0] for row in record["rows"]) == sorted(row[0] for row in expected["rows"])
     plan = trainer_for(model_dir, server, tmp_path / "plan", **settings).plan
-    assert_block_log_is_whole(killed.directory, plan)
+    tiny_world.assert_block_log_is_whole(killed.directory, plan)
     # what a killed process could not remove, the next one did
     assert not [path for pid in ended for path in Path("/dev/shm").glob(f"verifiers-weights-{pid}-*")]
     if drains:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import run_curriculum
 import tiny_world
-from transformers import TrainerCallback
 
 from verifiers.errors import CheckpointError
 from verifiers.testing import FakeOpenAIServer
@@ -43,24 +42,6 @@ def fake() -> Iterator[FakeOpenAIServer]:
         yield running
 
 
-class Breaks(TrainerCallback):
-    """Raises once, inside the update that follows a step."""
-
-    def __init__(self, after_step: int) -> None:
-        self._after_step: int | None = after_step
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._after_step:
-            self._after_step = None
-            raise KeyboardInterrupt
-
-
-def cut(trainer: tiny_world.ObservedTrainer, after_step: int, **options: Any) -> None:
-    trainer.add_callback(Breaks(after_step))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train(**options)
-
-
 def checkpoints(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("checkpoint-*"))
 
@@ -73,51 +54,42 @@ def steps(trainer: tiny_world.ObservedTrainer, first: int = 0) -> list[int]:
     return [batch["step"] for batch in trainer.seen[first:]]
 
 
-def assert_block_log_is_whole(directory: Path, trainer: tiny_world.ObservedTrainer) -> None:
-    records = read_block_log(directory)
-    assert [record["block_id"] for record in records] == list(range(trainer.plan.blocks))
-    for record in records:
-        ended = [tuple(pair) for pair in record["trained"]]
-        ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
-        assert sorted(ended) == sorted(trainer.plan.requests(record["block_id"]))
-
-
 def test_a_run_started_again_keeps_its_checkpoints_and_continues_from_them(
     trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer_in(tmp_path, save_total_limit=1).train()
     assert checkpoints(tmp_path) == ["checkpoint-6"]
     second = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)
-    cut(second, 3)
+    tiny_world.stop(second, 4)
     assert f"{tmp_path} held an earlier run, which is now in {aside(tmp_path)}" in caplog.text
     assert checkpoints(tmp_path) == ["checkpoint-2"]
     again = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)
     again.train(resume_from_checkpoint=True)
     assert again.seen[0]["step"] == 2
     assert capsys.readouterr().out.count("resumes from step 2\n") == 1
-    assert_block_log_is_whole(tmp_path, again)
+    tiny_world.assert_block_log_is_whole(tmp_path, again.plan)
     archive = aside(tmp_path)
     assert checkpoints(archive) == ["checkpoint-6"]
-    assert_block_log_is_whole(archive, again)
+    tiny_world.assert_block_log_is_whole(archive, again.plan)
     assert {"blocks.jsonl", "metrics.jsonl", "report.html", "run.json", "samples.jsonl"} <= {*os.listdir(archive)}
 
 
 def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(
     trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cut(trainer_in(tmp_path), 1)
+    tiny_world.stop(trainer_in(tmp_path), 2)
     second = trainer_in(tmp_path, max_steps=1)
     second.train(resume_from_checkpoint=True)
     assert f"no complete checkpoint in {tmp_path} yet: the run starts at step 0" in caplog.text
     assert "no checkpoint before step 1 (save_steps=2): set save_steps\n" in capsys.readouterr().out
     assert [record["block_id"] for record in read_block_log(aside(tmp_path))] == [0, 1]
-    assert_block_log_is_whole(tmp_path, second)
+    tiny_world.assert_block_log_is_whole(tmp_path, second.plan)
 
 
 def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in: Make, tmp_path: Path) -> None:
     trainer_in(tmp_path).train()
     branched = trainer_in(tmp_path)
-    cut(branched, 3, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    tiny_world.stop(branched, 4, resume=str(tmp_path / "checkpoint-2"))
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4-earlier-1", "checkpoint-6-earlier-1"]
     back = trainer_in(tmp_path / "back")
     trainer_in(tmp_path / "back", max_steps=2).train()

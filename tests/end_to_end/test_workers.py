@@ -10,7 +10,6 @@ import pytest
 import tiny_world
 import torch
 from test_order import logged_without_clocks
-from test_resume import stop
 
 import verifiers as vf
 from verifiers.workers.settings import WorkerSettings
@@ -73,7 +72,7 @@ def test_a_run_with_workers_goes_on_from_its_checkpoint(
         whole = trainer("inline", "whole")
         whole.train()
         cut = trainer(workers, "cut")
-        stop(cut, 3)
+        tiny_world.stop(cut, 3)
         second = trainer(workers, "cut")
         second.train(resume_from_checkpoint=True)
     assert second.seen[0]["step"] == 2

@@ -20,12 +20,13 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import torch
 from tiny_models import character_tokenizer, write_random_qwen3
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, TrainerCallback
 from verifiers_embedded.engine.loading import load_model
 from verifiers_embedded.in_process_server import InProcessServer
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.config import GRPOConfig
 from verifiers.train.trainer import GRPOTrainer
 
@@ -269,3 +270,36 @@ def closing(trainer: GRPOTrainer) -> Iterator[GRPOTrainer]:
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     """Return a copy of the policy's tensors."""
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+class _CtrlC(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            raise KeyboardInterrupt
+
+
+def stop(trainer: GRPOTrainer, step: int, resume: bool | str = False) -> None:
+    """Train until Ctrl-C at the end of a step, before anything of it is saved."""
+    trainer.add_callback(_CtrlC(step))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except KeyboardInterrupt:
+        return
+    raise AssertionError("the run did not come to this step")
+
+
+def ended(record: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the rollouts that a record of the block log has, trained or dropped, in order."""
+    dropped = [(item["example_id"], item["generation"]) for item in record["dropped"]]
+    return sorted([*map(tuple, record["trained"]), *dropped])
+
+
+def assert_block_log_is_whole(directory: Path, plan: Any) -> None:
+    """Each planned rollout ended once."""
+    records = read_block_log(directory)
+    assert [record["block_id"] for record in records] == list(range(plan.blocks))
+    for record in records:
+        assert ended(record) == sorted(plan.requests(record["block_id"]))

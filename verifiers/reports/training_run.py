@@ -16,7 +16,16 @@ from verifiers.evals.store import RESULTS, iter_rows, parse_row
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.findings import Finding, find_bottleneck
 from verifiers.monitoring.history import Evaluations, History, eval_set_label, read_history, thin_points
-from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, RUN, SAMPLES, read_lines, read_run, shown_messages
+from verifiers.monitoring.run_log import (
+    METRICS,
+    OTHER_ERRORS,
+    RUN,
+    SAMPLES,
+    is_number,
+    read_lines,
+    read_run,
+    shown_messages,
+)
 from verifiers.monitoring.stage_timer import STAGES, RunTime
 from verifiers.notebook import finite
 from verifiers.reports.page import TRAINING_SCRIPTS, page_text, write_page
@@ -157,8 +166,7 @@ def _started(run: Mapping[str, Any]) -> str:
 
 
 def _sessions(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = (session for session in run.get("sessions") or () if isinstance(session, Mapping))
-    return [session for session in found if isinstance(session.get("at"), (int, float))]
+    return [one for one in run.get("sessions") or () if isinstance(one, Mapping) and is_number(one.get("at"))]
 
 
 def _time(total: RunTime, memory: str | None) -> dict[str, Any] | None:
@@ -493,7 +501,7 @@ def _steps(lines: Iterable[_Line]) -> list[dict[str, Any]]:
 
 
 def _mean(lines: Iterable[_Line]) -> float | None:
-    means = [line["mean_reward"] for line in lines if isinstance(line.get("mean_reward"), (int, float))]
+    means = [line["mean_reward"] for line in lines if is_number(line.get("mean_reward"))]
     return sum(means) / len(means) if means else None
 
 
@@ -546,7 +554,7 @@ def _rows_of(directory: Path, examples: Sequence[Any]) -> dict[Any, list[dict[st
 
 
 def _line(step: int, example: Any, rows: Sequence[Mapping[str, Any]]) -> _Line:
-    rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), (int, float))]
+    rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
     return {
         "step": step,
         "example": example,

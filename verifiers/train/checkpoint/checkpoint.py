@@ -150,7 +150,7 @@ def run_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
     Rows and models that are not known are not compared.
     """
     for name, value in now.items():
-        had = saved.get(name)
+        had: Any = saved.get(name)
         if had == value or (name in ("rows", "model") and None in (had, value)):
             continue
         if name == "curriculum":

@@ -279,7 +279,7 @@ class WeightPublisher:
             if self._pool is not None:
                 stack.callback(self._pool.stop)
             stack.callback(self.sync.close)
-            stack.callback(self._check.abandon)
+            stack.callback(self._check.forget)
 
 
 class WeightChecks(TrainerCallback):

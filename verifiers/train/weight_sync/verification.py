@@ -150,9 +150,7 @@ class LogprobCheck:
         self._tolerance, self._trains_in_half = tolerance, trains_in_half
         self._patience_s, self._limit_s = patience_s, limit_s
         self._server_is_half = False
-        self._version: int | None = None
-        self._pool: ServerPool | None = None
-        self._asked: list[tuple[ServerClient, concurrent.futures.Future[dict[str, Any]]]] = []
+        self._asked: tuple[int, ServerPool, list[concurrent.futures.Future[dict[str, Any]]]] | None = None
 
     @classmethod
     def of_run(
@@ -189,22 +187,20 @@ class LogprobCheck:
             NoAnswerError: a server does not answer, nor has the pushed weights.
         """
         for server in pool.servers:
-            self._run_on(server, version, pool)
-
-    def _run_on(self, server: ServerClient, version: int, pool: ServerPool) -> None:
-        deadline = time.monotonic() + pool.restart_timeout_s
-        while True:
-            try:
-                # it has deadlines of its own
-                return self._compare(server, pool.run(self._answer(server, version, pool), math.inf), version)
-            except (NoAnswerError, WeightProbeError) as error:
-                if isinstance(error, NoAnswerError):
-                    restarted = not error.timed_out
-                else:
-                    restarted = not pool.run(pool.holds_pushed_weights(server.url))
-                left_s = deadline - time.monotonic()
-                if not restarted or not pool.run(pool.wait_until_restored(server.url, left_s)):
-                    raise
+            deadline = time.monotonic() + pool.restart_timeout_s
+            while True:
+                try:
+                    # it has deadlines of its own
+                    self._compare(server, pool.run(self._answer(server, version, pool), math.inf), version)
+                    break
+                except (NoAnswerError, WeightProbeError) as error:
+                    if isinstance(error, NoAnswerError):
+                        restarted = not error.timed_out
+                    else:
+                        restarted = not pool.run(pool.holds_pushed_weights(server.url))
+                    left_s = deadline - time.monotonic()
+                    if not restarted or not pool.run(pool.wait_until_restored(server.url, left_s)):
+                        raise
 
     def note_dtype(self, dtype: str | None) -> None:
         """Note in which type a server computes: a half-precision one widens the default tolerance."""
@@ -212,8 +208,7 @@ class LogprobCheck:
 
     def begin(self, version: int, pool: ServerPool) -> None:
         """Ask the servers while the trainer computes; `finish` compares their answers."""
-        self._version, self._pool = version, pool
-        self._asked = [(server, pool.begin(self._answer(server, version, pool))) for server in pool.servers]
+        self._asked = version, pool, [pool.begin(self._answer(server, version, pool)) for server in pool.servers]
 
     def finish(self) -> int | None:
         """Compare the answers that `begin` asked for, with the weights that were pushed then.
@@ -221,11 +216,10 @@ class LogprobCheck:
         Return the version where an answer did not agree, so that `run` has to find out why; else None. A server that
         did not answer in time is a NoAnswerError.
         """
-        version, asked, pool = self._version, self._asked, self._pool
-        self.forget()
-        if version is None or pool is None:
+        if self._asked is None:
             return None
-        for server, answer in asked:
+        (version, pool, answers), self._asked = self._asked, None
+        for server, answer in zip(pool.servers, answers, strict=True):
             try:
                 self._compare(server, pool.run(_result(answer), math.inf), version)
             except DeadlineError:
@@ -240,14 +234,10 @@ class LogprobCheck:
         return None
 
     def forget(self) -> None:
-        """Drop the answers that `begin` asked for."""
-        self._version, self._asked, self._pool = None, [], None
-
-    def abandon(self) -> None:
-        """Drop the answers, and cancel their requests."""
-        for _, answer in self._asked:
+        """Drop the answers that `begin` asked for, and cancel their requests."""
+        asked, self._asked = self._asked, None
+        for answer in asked[2] if asked is not None else ():
             answer.cancel()
-        self.forget()
 
     def _answer(self, server: ServerClient, version: int, pool: ServerPool) -> Coroutine[Any, Any, dict[str, Any]]:
         options = {"version": version, "timeout_s": self._limit_s, "try_s": self._patience_s, **self._question()}
