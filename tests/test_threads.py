@@ -68,3 +68,11 @@ async def test_what_a_call_raises_and_the_context_it_is_made_in_are_carried_over
     assert await threads.run(name.get) == "mine"
     with pytest.raises(KeyError, match="lost"):
         await threads.run(lambda: {}["lost"])
+
+
+async def test_threads_are_used_again_and_do_not_keep_the_process_alive() -> None:
+    threads = DaemonThreads("tool", limit=64)
+    assert threads_for("tool", 64) is threads_for("tool", 64) is not threads_for("judge", 32)
+    used = {await threads.run(threading.current_thread) for _ in range(20)}
+    assert len(used) <= 2
+    assert all(thread.daemon for thread in used)

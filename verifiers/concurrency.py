@@ -77,6 +77,8 @@ def at_loop_end(end: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[No
 
 logger = logging.getLogger("verifiers")
 
+IDLE_S = 10.0
+
 
 class OverdueError(TimeoutError):
     """A call did not end in its time. Its own class: a tool may raise TimeoutError itself."""
@@ -119,9 +121,10 @@ class DaemonThreads:
     def __init__(self, what: str, limit: int) -> None:
         self.what = what
         self.limit = limit
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
-        self._running = 0
+        # calls that run, and threads that wait for one
+        self._running = self._idle = 0
 
     async def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Return the result of `work()`, or what it raises.
@@ -137,39 +140,44 @@ class DaemonThreads:
         """
         job = _Job(work)
         ended: asyncio.Future[T] = asyncio.wrap_future(job.result)
-        with self._lock:
+        with self._changed:
             self._waiting.append(job)
             self._begin()
         try:
-            left_s = timeout_s
-            while not ended.done():
-                await asyncio.wait([ended], timeout=left_s)
-                if timeout_s is not None and not ended.done():
-                    began = job.started_at
-                    left_s = timeout_s if began is None else began + timeout_s - time.monotonic()
-                    if left_s <= 0:
-                        raise OverdueError
-            return ended.result()
+            if timeout_s is not None:
+                await _wait_for_end(job, ended, timeout_s)
+            return await ended
         finally:
             self._leave(job, ended)
 
+    @property
+    def _can_begin(self) -> bool:
+        return bool(self._waiting) and self._running < self.limit
+
     def _begin(self) -> None:
-        while (job := self._next()) is not None:
-            threading.Thread(target=self._serve, args=(job,), name=f"verifiers-{self.what}", daemon=True).start()
+        while self._idle < min(len(self._waiting), self.limit - self._running):
+            self._idle += 1
+            threading.Thread(target=self._serve, name=f"verifiers-{self.what}", daemon=True).start()
+        self._changed.notify()
 
     def _next(self) -> _Job | None:
-        while self._waiting and self._running < self.limit:
-            job = self._waiting.popleft()
-            if job.result.set_running_or_notify_cancel():
-                job.started_at = time.monotonic()
-                self._running += 1
-                return job
-        return None
+        """Return the next job, counted as running; None after some seconds without one."""
+        with self._changed:
+            try:
+                while self._changed.wait_for(lambda: self._can_begin, IDLE_S):
+                    job = self._waiting.popleft()
+                    if job.result.set_running_or_notify_cancel():
+                        job.started_at = time.monotonic()
+                        self._running += 1
+                        return job
+                return None
+            finally:
+                self._idle -= 1
 
     def _leave(self, job: _Job, ended: asyncio.Future[Any]) -> None:
         # of a job that has not begun, this is the end
         ended.cancel()
-        with self._lock:
+        with self._changed:
             if job.result.done() or job.result.cancel():
                 return
             job.is_abandoned = True
@@ -177,20 +185,30 @@ class DaemonThreads:
             self._begin()
         logger.warning("A %s still runs after its deadline; abandoning its thread.", self.what)
 
-    def _serve(self, first: _Job) -> None:
-        job: _Job | None = first
-        del first
-        while job is not None:
+    def _serve(self) -> None:
+        while (job := self._next()) is not None:
             value, error = job.perform()
-            with self._lock:
+            with self._changed:
                 if not job.is_abandoned:
                     self._running -= 1
+                self._idle += 1
                 if error is not None:
                     job.result.set_exception(error)
                 else:
                     job.result.set_result(value)
-                value = error = None
-                job = self._next()
+            # nothing of a rollout is held while this thread waits
+            del job, value, error
+
+
+async def _wait_for_end(job: _Job, ended: asyncio.Future[Any], timeout_s: float) -> None:
+    left_s = timeout_s
+    while left_s > 0:
+        done, _ = await asyncio.wait([ended], timeout=left_s)
+        if done:
+            return
+        began = job.started_at
+        left_s = timeout_s if began is None else began + timeout_s - time.monotonic()
+    raise OverdueError
 
 
 _threads: dict[tuple[int, str], DaemonThreads] = {}

@@ -13,6 +13,7 @@ from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import CHAT, HttpBackend
 from verifiers.inference.retry import RetryableError
 from verifiers.inference.wire import WireObject, read_completion, request_body
+from verifiers.types import content_text
 
 RESPONSES = "/responses"
 
@@ -84,7 +85,7 @@ def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     role, content = message["role"], message.get("content")
     if role == "tool":
-        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": _text(content)}]
+        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": content_text(content)}]
     items: list[dict[str, Any]] = []
     if content:
         kind = "output_text" if role == "assistant" else "input_text"
@@ -100,12 +101,6 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return items
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content)
-    return "" if content is None else str(content)
 
 
 def _parts(content: Sequence[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
