@@ -340,49 +340,42 @@ def _kill_generator(gate: Gate, trainer: GatedTrainer) -> None:
 # -- the server -------------------------------------------------------------------------------------------------
 
 
-class FaultyServer(tiny_world.EmbeddedServer):
-    """The embedded server on a given port; some of its answers are what a file says."""
+def serve(given: dict[str, Any]) -> int:
+    """Return the server, until it is killed."""
+    asyncio.run(_serve(Path(given["model"]), given["port"], Path(given["directory"])))
+    return 0
 
-    def __init__(self, model: Path, port: int, directory: Path) -> None:
-        self._port, self._mode = port, directory / "mode"
-        super().__init__(model)
 
-    async def _listen(self) -> web.AppRunner:
-        app = Routes(self.engine, self.loaded, self.text, model_name=self.name, seed=0).app()
-        app.middlewares.append(self._middleware())
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
-        await runner.setup()
-        self.engine.start()
-        await web.TCPSite(runner, "127.0.0.1", self._port).start()
-        self._listening.set_result(f"http://127.0.0.1:{self._port}/v1")
-        return runner
+async def _serve(model: Path, port: int, directory: Path) -> None:
+    """Serve the embedded server on a given port; some of its answers are what a file says."""
+    service = tiny_world.EmbeddedServer(model).service
+    app = Routes(service.engine, service.loaded, service.text, model_name=service.name, seed=0).app()
+    app.middlewares.append(_faults(directory / "mode"))
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    service.engine.start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    (directory / "listening").touch()
+    await asyncio.Event().wait()
 
-    def _middleware(self) -> Any:
-        @web.middleware
-        async def answer(request: web.Request, handler: Any) -> web.StreamResponse:
-            what = "generation" if request.path.startswith("/v1/chat") else "weights"
-            if request.path in ("/v1/chat/completions", "/collective_rpc") and self._fails(what):
-                return web.json_response({"error": {"message": "out of order"}}, status=500)
-            response: web.StreamResponse = await handler(request)
-            return response
 
-        return answer
-
-    def _fails(self, what: str) -> bool:
+def _faults(mode: Path) -> Any:
+    def fails(what: str) -> bool:
         try:
-            kind, left = self._mode.read_text().split()
+            kind, left = mode.read_text().split()
         except FileNotFoundError:
             return False
         if kind != what or not int(left):
             return False
-        write_whole(self._mode, f"{kind} {int(left) - 1}")
+        write_whole(mode, f"{kind} {int(left) - 1}")
         return True
 
+    @web.middleware
+    async def answer(request: web.Request, handler: Any) -> web.StreamResponse:
+        what = "generation" if request.path.startswith("/v1/chat") else "weights"
+        if request.path in ("/v1/chat/completions", "/collective_rpc") and fails(what):
+            return web.json_response({"error": {"message": "out of order"}}, status=500)
+        response: web.StreamResponse = await handler(request)
+        return response
 
-def serve(given: dict[str, Any]) -> int:
-    """Return the server, until it is killed."""
-    directory = Path(given["directory"])
-    with FaultyServer(Path(given["model"]), given["port"], directory):
-        (directory / "listening").touch()
-        threading.Event().wait()
-    return 0
+    return answer

@@ -12,8 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from verifiers_vllm import __version__
 from verifiers_vllm.command import environment_for, is_cpu_build, vllm_arguments
@@ -59,35 +57,22 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a sentence."""
     options, given = parser().parse_known_args(argv)
+    received: list[int] = []
+    before = [
+        (number, signal.signal(number, lambda number, frame: received.append(number)))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    ]
     try:
-        with _Stop() as stop:
-            return _serve(options, given, stop)
+        return _serve(options, given, received)
     except StartError as error:
         print(f"vf-vllm: {error}", file=sys.stderr)
         return error.exit_code
-
-
-class _Stop:
-    """The signal that asked for an end, noted while this context is entered."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._before: list[tuple[int, Any]] = []
-
-    def __enter__(self) -> _Stop:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before.append((number, signal.signal(number, self._note)))
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for number, handler in self._before:
+    finally:
+        for number, handler in before:
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
 
-
-def _serve(options: argparse.Namespace, given: Sequence[str], stop: _Stop) -> int:
+def _serve(options: argparse.Namespace, given: Sequence[str], received: list[int]) -> int:
     if options.model.startswith(("/", ".", "~")) and not Path(options.model).expanduser().is_dir():
         raise StartError(f"--model {options.model!r} is not a directory; give the folder with config.json")
     version = installed_version()
@@ -110,17 +95,18 @@ def _serve(options: argparse.Namespace, given: Sequence[str], stop: _Stop) -> in
     arguments = vllm_arguments(options.model, options.host, port, given, minor, on_cpu=on_cpu)
     group = ServerGroup(arguments, environment)
     try:
-        return _watch(group, options, f"{options.model} by vLLM {version}", port, held, stop)
+        return _watch(group, options, f"{options.model} by vLLM {version}", port, held, received)
     finally:
         group.end()
 
 
 def _watch(
-    group: ServerGroup, options: argparse.Namespace, what: str, port: int, held: socket.socket, stop: _Stop
+    group: ServerGroup, options: argparse.Namespace, what: str, port: int, held: socket.socket, received: list[int]
 ) -> int:
+    """Wait for the server's end or a signal, whose number is then in `received`; return the exit code."""
     root = _reached_at(options.host, port)
     ready = False
-    while stop.signal is None:
+    while not received:
         if (code := group.exit_code) is not None:
             state = "ended" if ready else "could not be started; its last lines say why"
             raise StartError(f"vLLM {state} (exit code {code})", exit_code=1)
@@ -133,7 +119,7 @@ def _watch(
                 _write_whole(options.port_file, f"{port}\n")
             print(f"{what}, listening on {root}", flush=True)
         time.sleep(_POLL_S)
-    return 0 if stop.signal == signal.SIGTERM else 130
+    return 0 if received[0] == signal.SIGTERM else 130
 
 
 def _reached_at(host: str, port: int) -> str:

@@ -273,7 +273,7 @@ class ActiveBatch:
                 source.extend(range(start, start + len(prefix)))
             start += len(prefix)
         lengths = [len(prefix) for prefix in prefixes]
-        self._cache.begin_packed(upload(cells, self._device), upload(source, self._device))
+        self._cache.begin_prompts(upload(cells, self._device), upload(source, self._device))
         # The mask only keeps the model from making one: the layout says what each token may see.
         with laid_out(Prompts(tuple((len(list(run)), length) for length, run in groupby(lengths)))):
             self._body(
@@ -291,13 +291,15 @@ class ActiveBatch:
         padded = [prefix + (prefix[0],) * (length - len(prefix)) for prefix in prefixes]
         rows = [row for prefix in prefixes for row in rows_of[prefix]]
         source = [index for index, prefix in enumerate(prefixes) for _ in rows_of[prefix]]
-        self._cache.begin_prefill(upload(rows, self._device), upload(source, self._device))
-        positions = torch.arange(length, device=self._device)[None].expand(len(prefixes), -1)
+        places = torch.arange(length, device=self._device)
+        cells = upload(rows, self._device)[:, None] * self.allocated[1] + places
+        tokens = upload(source, self._device)[:, None] * length + places
+        self._cache.begin_prompts(cells.flatten(), tokens.flatten())
         # The head is left out: no logits are needed here, and over a prompt they are the largest tensor of
         # all.
         self._body(
             input_ids=upload(padded, self._device),
-            position_ids=positions,
+            position_ids=places[None].expand(len(prefixes), -1),
             past_key_values=self._cache,
             use_cache=True,
         )

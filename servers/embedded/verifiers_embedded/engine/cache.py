@@ -7,7 +7,7 @@ step reads the columns up to the longest active sequence only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,17 +22,18 @@ _MOST_SHAPES = 7
 
 @dataclass
 class _Writes:
-    """The places where the next forward pass puts its keys and values; shared by all layers."""
+    """The places where the next forward pass puts its keys and values, and reads them; shared by all layers.
+
+    A cell is a row times the allocated columns, plus the column. With `source` the pass is over whole prompts, which
+    attend to themselves alone: its token ``source[i]`` goes to ``cells[i]``.
+    """
 
     rows: int = 0
     columns: int = 0
-    prefill_rows: torch.Tensor | None = None
-    prefill_source: torch.Tensor | None = None
-    packed_source: torch.Tensor | None = None
     cells: torch.Tensor | None = None
-    read_rows: int = 0
+    source: torch.Tensor | None = None
+    read_rows: torch.Tensor | slice = field(default_factory=lambda: slice(0))
     read_columns: int = 0
-    picked_rows: torch.Tensor | None = None
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -59,66 +60,47 @@ class _SlotLayer(CacheLayerMixin):
             self.keys, self.values = (like.new_zeros((rows, columns, *like.shape[1:])) for like in self._shapes)
             self.is_initialized = True
 
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The keys and the values; nothing before they are made."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new states and return what the layer attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        writes = self._writes
-        if writes.prefill_rows is not None:
-            length = key_states.shape[2]
-            self.keys[writes.prefill_rows, :length] = key_states.transpose(1, 2)[writes.prefill_source]
-            self.values[writes.prefill_rows, :length] = value_states.transpose(1, 2)[writes.prefill_source]
-            return key_states, value_states
-        if writes.packed_source is not None:
-            assert writes.cells is not None
-            for stored, new in ((self.keys, key_states), (self.values, value_states)):
-                states = new[0].transpose(0, 1)[writes.packed_source]
-                stored.flatten(0, 1).index_copy_(0, writes.cells, states)
-            return key_states, value_states
-        return self._decode(self.keys, key_states), self._decode(self.values, value_states)
+        keys, values = self.stored
+        return self._written(keys, key_states), self._written(values, value_states)
 
-    def _decode(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _written(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         writes = self._writes
         assert writes.cells is not None
-        if writes.picked_rows is not None:
-            stored.flatten(0, 1).index_copy_(0, writes.cells, new.transpose(1, 2).flatten(0, 1))
-            return stored[writes.picked_rows, : writes.read_columns].transpose(1, 2)
-        stored.flatten(0, 1).index_copy_(0, writes.cells, new.squeeze(2))
-        return stored[: writes.read_rows, : writes.read_columns].transpose(1, 2)
+        states = new.transpose(1, 2).flatten(0, 1)
+        if writes.source is not None:
+            states = states[writes.source]
+        stored.flatten(0, 1).index_copy_(0, writes.cells, states)
+        if writes.source is not None:
+            return new
+        return stored[writes.read_rows, : writes.read_columns].transpose(1, 2)
 
     def copy_out(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys[row, :length].clone(), self.values[row, :length].clone()
+        keys, values = self.stored
+        return keys[row, :length].clone(), values[row, :length].clone()
 
     def copy_in(self, row: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[row, :length] = keys[:length]
-        self.values[row, :length] = values[:length]
+        for stored, states in zip(self.stored, (keys, values), strict=True):
+            stored[row, :length] = states[:length]
 
     def resize(self, rows: int, columns: int) -> None:
         """Give the tensors a new size, keeping what fits; make them where their shapes are known."""
-        if self.keys is not None and self.values is not None:
-            self.keys = _resized(self.keys, rows, columns)
-            self.values = _resized(self.values, rows, columns)
+        if self.stored:
+            self.keys, self.values = (_resized(stored, rows, columns) for stored in self.stored)
         else:
             self._allocate(rows, columns)
-
-    def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys[target, :columns] = self.keys[source, :columns]
-            self.values[target, :columns] = self.values[source, :columns]
-
-    def zero(self) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys.zero_()
-            self.values.zero_()
 
     def clear(self) -> None:
         self.keys = self.values = None
@@ -168,8 +150,10 @@ class SlotCache(Cache):
     @property
     def bytes_per_token(self) -> int:
         """Memory of one column of one row in all layers; 0 before the first pass."""
-        stored = [tensor for layer in self._slot_layers for tensor in (layer.keys, layer.values)]
-        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in stored if tensor is not None)
+        return sum(stored[0, 0].numel() * stored.element_size() for stored in self._stored())
+
+    def _stored(self) -> list[torch.Tensor]:
+        return [stored for layer in self._slot_layers for stored in layer.stored]
 
     def fits(self, rows: int, columns: int) -> bool:
         """Return whether so many sequences of so many tokens stay within `max_cells`."""
@@ -219,25 +203,22 @@ class SlotCache(Cache):
         self._writes.rows, self._writes.columns = rows, columns
         self.place += 1
 
-    def begin_prefill(self, rows: torch.Tensor, source: torch.Tensor) -> None:
-        """Prepare for a pass of whole prompts: its batch row ``source[i]`` goes to cache row ``rows[i]``."""
-        self._writes.prefill_rows, self._writes.prefill_source = rows, source
-        self._writes.picked_rows = self._writes.packed_source = None
-
-    def begin_packed(self, cells: torch.Tensor, source: torch.Tensor) -> None:
-        """Prepare for a pass of whole prompts end to end: its token ``source[i]`` goes to ``cells[i]``.
-
-        A cell is a row times the allocated columns, plus the column.
-        """
-        self._writes.prefill_rows = self._writes.prefill_source = self._writes.picked_rows = None
-        self._writes.cells, self._writes.packed_source = cells, source
+    def begin_prompts(self, cells: torch.Tensor, source: torch.Tensor) -> None:
+        """Prepare for a pass of whole prompts: its token ``source[i]`` goes to ``cells[i]``."""
+        self._writes.cells, self._writes.source = cells, source
 
     def begin_extend(self, rows: torch.Tensor, positions_NL: torch.Tensor, columns: int) -> None:
         """Prepare for a pass of several tokens for some rows, which attend to what the rows hold, too."""
         cells = rows[:, None] * self._writes.columns + positions_NL
-        self._writes.prefill_rows = self._writes.prefill_source = self._writes.packed_source = None
-        self._writes.cells = cells.flatten()
-        self._writes.picked_rows, self._writes.read_columns = rows, columns
+        self._writes.cells, self._writes.source = cells.flatten(), None
+        self._writes.read_rows, self._writes.read_columns = rows, columns
+
+    def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
+        """Prepare for a pass of one token for each of the first rows, at `positions`, the largest `columns` - 1."""
+        rows = positions.shape[0]
+        starts = torch.arange(rows, device=positions.device) * self._writes.columns
+        self._writes.cells, self._writes.source = starts + positions, None
+        self._writes.read_rows, self._writes.read_columns = slice(rows), columns
 
     def copy_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [layer.copy_out(row, length) for layer in self._slot_layers]
@@ -246,25 +227,16 @@ class SlotCache(Cache):
         for layer, (keys, values) in zip(self._slot_layers, states, strict=True):
             layer.copy_in(row, length, keys, values)
 
-    def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
-        """Prepare for a pass of one token for each of the first rows, at `positions`, the largest `columns` - 1."""
-        rows = positions.shape[0]
-        starts = torch.arange(rows, device=positions.device) * self._writes.columns
-        self._writes.prefill_rows = self._writes.prefill_source = self._writes.packed_source = None
-        self._writes.picked_rows = None
-        self._writes.cells = starts + positions
-        self._writes.read_rows, self._writes.read_columns = rows, columns
-
     def move(self, source: list[int], target: list[int], columns: int, device: torch.device) -> None:
         source_ids, target_ids = upload([source, target], device)
-        for layer in self._slot_layers:
-            layer.move(source_ids, target_ids, columns)
+        for stored in self._stored():
+            stored[target_ids, :columns] = stored[source_ids, :columns]
 
     def clear(self) -> None:
         """Forget all content, which must be prefilled again; frees the memory unless shapes are fixed."""
         if self._fixed:
-            for layer in self._slot_layers:
-                layer.zero()
+            for stored in self._stored():
+                stored.zero_()
             return
         for layer in self._slot_layers:
             layer.clear()

@@ -72,7 +72,7 @@ class Engine:
         self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
-        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._commands: deque[tuple[Callable[[Future[None]], bool], Future[None]]] = deque()
         self._drained: list[Future[None]] = []
         self._paused = False
         self._draining = False
@@ -151,27 +151,26 @@ class Engine:
         ``keep`` freezes sequences where they are; ``wait`` lets those that have a slot finish; ``abort`` answers
         those with what they have and finish reason ``abort``. Queued requests stay queued.
         """
-        done: Future[None] = Future()
 
-        def apply() -> None:
+        def apply(done: Future[None]) -> bool:
             if mode == "wait" and self._batch.sequences and not self._paused:
                 self._draining = True
                 self._drained.append(done)
-                return
+                return False
             if mode == "abort":
                 self._abort()
             self._become_paused()
-            _complete(done, result=None)
+            return True
 
-        self._between_steps(apply, on_error=done)
-        return done
+        return self._between_steps(apply)
 
     def resume(self) -> Future[None]:
         """Resume sampling. A pause that still waited for its slots is called off."""
 
-        def apply() -> None:
+        def apply(done: Future[None]) -> bool:
             self._paused = self._draining = False
             self._release_drained()
+            return True
 
         return self._between_steps(apply)
 
@@ -182,29 +181,30 @@ class Engine:
         weights, so every later token is exactly what the new weights give for that context.
         """
 
-        def apply() -> None:
+        def apply(done: Future[None]) -> bool:
             copy_weights(copies)
             base = self._version.label.removesuffix("+reload")
             self._version = WeightVersion(f"{base}+reload", named=False)
             self._batch.recompute()
+            return True
 
         return self._between_steps(apply)
 
     def name_version(self, label: str) -> Future[None]:
         """Give the present weights their label, also for tokens sampled since the last reload."""
 
-        def apply() -> None:
+        def apply(done: Future[None]) -> bool:
             if self._version.named:
                 self._version = WeightVersion(label)
             else:
                 self._version.label, self._version.named = label, True
+            return True
 
         return self._between_steps(apply)
 
-    def _between_steps(self, apply: Callable[[], None], on_error: Future[None] | None = None) -> Future[None]:
+    def _between_steps(self, apply: Callable[[Future[None]], bool]) -> Future[None]:
+        """Queue a command for the time between two steps; it returns False where it completes its future later."""
         done: Future[None] = Future()
-        if on_error is not None:
-            done.add_done_callback(lambda ended: _pass_error(ended, on_error))
         with self._wake:
             if self._failure is not None:
                 _complete(done, error=self._failure)
@@ -239,9 +239,10 @@ class Engine:
                 return False
             commands = list(self._commands)
         for apply, done in commands:
-            apply()
+            is_done = apply(done)
             self._commands.popleft()
-            _complete(done, result=None)
+            if is_done:
+                _complete(done, result=None)
         self._drop_cancelled()
         if not self._paused:
             if not self._draining:
@@ -356,12 +357,6 @@ class Engine:
             self._drained.clear()
         for future in futures:
             _complete(future, error=error)
-
-
-def _pass_error(ended: Future[Any], waiting: Future[Any]) -> None:
-    error = ended.exception()
-    if error is not None:
-        _complete(waiting, error=error)
 
 
 def _complete(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
