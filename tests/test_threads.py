@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from verifiers.concurrency import DaemonThreads, OverdueError
+from verifiers.concurrency import DaemonThreads, OverdueError, threads_for
 
 
 async def test_no_more_calls_run_at_once_than_the_limit_and_all_of_them_run() -> None:
