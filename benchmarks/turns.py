@@ -1,10 +1,11 @@
-"""Memory of a scored training rollout with many turns, which a block holds until it is trained.
+"""Memory of scored training rollouts with many turns, which a block holds until it is trained.
 
-    python benchmarks/turns.py [--turns 100]
+    python benchmarks/turns.py [--turns 100] [--rollouts 8]
 
 A scripted policy answers each turn with 320 token ids and their log-probs, and with the ids of the whole prompt, as
-a server does. Ends with one line of JSON: `held_mb` is what Python holds for one such rollout, played and scored, in
-megabytes.
+a server does. The process is measured before and after a block of such rollouts was played and scored: its resident
+memory, and what Python holds. Ends with one line of JSON: `mb_per_100_turns` is the resident memory of one rollout
+of 100 turns, in megabytes; `held_mb` what Python holds for one of `--turns`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import tracemalloc
 from array import array
 from typing import Any
@@ -64,11 +66,14 @@ def reward(completion: vf.Messages) -> float:
     return float(len(completion))
 
 
-def play(turns: int) -> ScoredBlock:
-    """Play a block of one rollout, as training does."""
+def play(turns: int, rollouts: int) -> ScoredBlock:
+    """Play a block of one group, as training does."""
     env = Turns(max_turns=turns, dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[reward]))
     run = Run(env, Policy(), "policy", require_tokens=True)
-    requests = [RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "rollout 0"}])]
+    requests = [
+        RolloutRequest(RolloutKey(0, 0, number), [{"role": "user", "content": f"rollout {number}"}])
+        for number in range(rollouts)
+    ]
 
     async def block() -> ScoredBlock:
         return await BlockRun(run, BatchRequest(0, requests)).run(0)
@@ -76,12 +81,17 @@ def play(turns: int) -> ScoredBlock:
     return asyncio.run(block())
 
 
+def resident_mb() -> float:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 def held_mb(turns: int) -> float:
     """Return what Python holds for one scored rollout, in megabytes."""
-    play(2)
+    play(2, 1)
     gc.collect()
     tracemalloc.start()
-    block = play(turns)
+    block = play(turns, 1)
     gc.collect()
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -89,11 +99,32 @@ def held_mb(turns: int) -> float:
     return held / 1e6
 
 
+def added_mb(turns: int, rollouts: int) -> float:
+    """Return by how much the process grew for a block of scored rollouts, in megabytes."""
+    play(2, 1)
+    gc.collect()
+    before = resident_mb()
+    block = play(turns, rollouts)
+    gc.collect()
+    added = resident_mb() - before
+    assert len(block.rollouts) == rollouts
+    return added
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--rollouts", type=int, default=8)
     args = parser.parse_args()
-    print(json.dumps({"turns": args.turns, "held_mb": round(held_mb(args.turns), 2)}))
+    added = added_mb(args.turns, args.rollouts)
+    figures = {
+        "turns": args.turns,
+        "rollouts": args.rollouts,
+        "added_mb": added,
+        "mb_per_100_turns": added / args.rollouts * 100 / args.turns,
+        "held_mb": held_mb(args.turns),
+    }
+    print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
 
 
 if __name__ == "__main__":

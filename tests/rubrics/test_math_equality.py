@@ -177,7 +177,7 @@ class ScriptedPool:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
 
-    async def call(self, function: str, *args: str, timeout_s: float) -> Any:
+    async def call(self, function: str, *args: str, timeout_s: float, begun: object = None) -> Any:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

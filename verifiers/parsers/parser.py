@@ -153,7 +153,11 @@ THINK_BOXED_SYSTEM_PROMPT = (
     "After the closing tag, write the final answer as \\boxed{answer}."
 )
 
-_BOXED = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*(?:(?P<brace>\{)|(?P<word>[^\s{}$\\]+))")
+_BOX_TOKEN = re.compile(
+    r"(?P<box>\\f?box(?:ed)?(?![A-Za-z])\s*(?:\{|(?P<word>[^\s{}$\\]+)))"
+    # what a backslash escapes is text and no brace
+    r"|\\\\(?!f?box)|\\[{}]|(?P<brace>[{}])"
+)
 
 
 def extract_boxed_answer(text: str, strict: bool = False) -> str:
@@ -164,28 +168,18 @@ def extract_boxed_answer(text: str, strict: bool = False) -> str:
     Returns:
         The text unchanged, or "" with `strict`, where there is none.
     """
-    for opening in reversed([*_BOXED.finditer(text)]):
-        found = opening["word"].rstrip(".,;") if opening["word"] else _inside_braces(text, opening.end())
-        if found is not None:
-            return found
-    return "" if strict else text
-
-
-def _inside_braces(text: str, start: int) -> str | None:
-    depth, position = 1, start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            # what a backslash escapes, \{ for one, is text and no bracket
-            position += 1
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start:position]
-        position += 1
-    return None
+    found, found_at = "" if strict else text, -1
+    opened: list[int] = []
+    for token in _BOX_TOKEN.finditer(text):
+        if token["word"]:
+            found, found_at = token["word"].rstrip(".,;"), token.end()
+        elif token["box"]:
+            opened.append(token.end())
+        elif token["brace"] == "{":
+            opened.append(-1)
+        elif token["brace"] and opened and (start := opened.pop()) > found_at:
+            found, found_at = text[start : token.start()], start
+    return found
 
 
 def extract_hash_answer(text: str) -> str:

@@ -111,7 +111,7 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
     from verifiers.train.weight_sync.publisher import WeightPublisher
 
     publisher = SimpleNamespace(
-        _check=SimpleNamespace(abandon=closes("check")), sync=SimpleNamespace(close=closes("weights")), _pool=None
+        _check=SimpleNamespace(forget=closes("check")), sync=SimpleNamespace(close=closes("weights")), _pool=None
     )
     session = SimpleNamespace(generator=SimpleNamespace(close=closes("generator")), prefetcher=None)
     session._publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
