@@ -43,6 +43,13 @@ def test_a_key_that_other_texts_have_too_changes_no_outcome_role_name_or_number(
     assert redact.data(row) == row
 
 
+def test_a_line_of_json_stays_one_and_its_numbers_with_it() -> None:
+    redact = Redactor(["12345678"])
+    assert redact.json('{"12345678": 12345678, "said": "\\ud800 12345678"}') == (
+        '{"12345678": 12345678, "said": "\\ud800 ***"}'
+    )
+
+
 def test_data_has_no_secret_in_its_texts() -> None:
     row = {"error": f"refused {SECRET}", "info": [{"text": json.dumps({"key": SECRET})}], "reward": 1.0}
     assert Redactor([SECRET]).data(row) == {

@@ -126,6 +126,11 @@ class DaemonThreads:
         # calls that run, and threads that wait for one
         self._running = self._idle = 0
 
+    @property
+    def is_full(self) -> bool:
+        """True where the next call waits for another one's end."""
+        return self._running >= self.limit
+
     async def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Return the result of `work()`, or what it raises.
 
@@ -152,7 +157,7 @@ class DaemonThreads:
 
     @property
     def _can_begin(self) -> bool:
-        return bool(self._waiting) and self._running < self.limit
+        return bool(self._waiting) and not self.is_full
 
     def _begin(self) -> None:
         while self._idle < min(len(self._waiting), self.limit - self._running):

@@ -15,13 +15,14 @@ import math
 import os
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
+from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
@@ -211,12 +212,10 @@ class ResultStore:
         ConfigError: on entering, when another process writes to the directory.
     """
 
-    def __init__(
-        self, directory: Path, metadata: Mapping[str, Any], redact: Callable[[str], str] | None = None
-    ) -> None:
+    def __init__(self, directory: Path, metadata: Mapping[str, Any], redact: Redactor | None = None) -> None:
         self.directory = directory
         self.metadata = dict(metadata)
-        self._redact = redact or (lambda text: text)
+        self._redact = redact or Redactor(())
         self._open = contextlib.ExitStack()
         self._file: IO[str] | None = None
 
@@ -248,8 +247,8 @@ class ResultStore:
         if rollout.failure is not None:
             # before the row, so that every row's failure is there
             with (self.directory / FAILURES).open("a", encoding="utf-8") as failures:
-                failures.write(self._redact(json_line(_failure_row(rollout))) + "\n")
-        self._file.write(self._redact(json_line(result_row(rollout))) + "\n")
+                failures.write(self._redact.json(json_line(_failure_row(rollout))) + "\n")
+        self._file.write(self._redact.json(json_line(result_row(rollout))) + "\n")
         self._file.flush()
 
     def write_metadata(self, **more: Any) -> None:
@@ -257,7 +256,7 @@ class ResultStore:
         self.metadata.update(more)
         partial = self.directory / ".metadata.json.partial"
         text = json.dumps(plain(self.metadata), indent=2, ensure_ascii=False)
-        partial.write_text(self._redact(text) + "\n", encoding="utf-8", errors="replace")
+        partial.write_text(self._redact.json(text, indent=2) + "\n", encoding="utf-8", errors="replace")
         os.replace(partial, self.directory / METADATA)
 
 

@@ -114,7 +114,9 @@ class RunRecord:
         """Put fields into run.json, beside those that are there."""
         self._run.update(fields)
         with self._warning():
-            replace_file(self.directory / RUN, self.redact(json.dumps(plain(self._run), indent=1)) + "\n")
+            replace_file(
+                self.directory / RUN, self.redact.json(json.dumps(plain(self._run), indent=1), indent=1) + "\n"
+            )
 
     def write_metrics(self, step: int, steps: int, logs: Mapping[str, Any], failures: Mapping[str, int]) -> None:
         """Append the numbers of one log.
@@ -137,7 +139,7 @@ class RunRecord:
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         with self._warning(), (self.directory / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write("".join(self.redact(json_line(row)) + "\n" for row in rows))
+            file.write("".join(self.redact.json(json_line(row)) + "\n" for row in rows))
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ def training_data(directory: Path) -> dict[str, Any]:
     }
     # files from elsewhere, such as a stored evaluation, may contain a key of this environment
     redact = Redactor(secrets_of_run("", "", {}))
-    redacted: dict[str, Any] = json.loads(redact(json.dumps(finite(data), ensure_ascii=False)))
+    redacted: dict[str, Any] = redact.data(finite(data))
     return redacted
 
 

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterab
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from verifiers.concurrency import gather_owned, is_async_function, threads_for, without_partials
+from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
 from verifiers.errors import GradingError
 from verifiers.types import FailedGrade, RolloutScore, State
 
@@ -191,13 +191,7 @@ async def _in_one_thread(work: Mapping[RewardCall, Sequence[Mapping[str, Any]]])
 
     threads = threads_for("reward function", MAX_THREADS)
     try:
-        with waiting_turn() as begun:
-
-            def run_with_a_thread() -> dict[RewardCall, list[Any]]:
-                begun()
-                return run()
-
-            results = await threads.run(run_with_a_thread)
+        results = await (_run_when_free(threads, run) if threads.is_full else threads.run(run))
     finally:
         ended = True
     for call, of_call in results.items():
@@ -296,6 +290,16 @@ def waiting_turn() -> Iterator[Callable[[], None]]:
         yield begun
     finally:
         begun()
+
+
+async def _run_when_free(threads: DaemonThreads, work: Callable[[], T]) -> T:
+    with waiting_turn() as begun:
+
+        def begin() -> T:
+            begun()
+            return work()
+
+        return await threads.run(begin)
 
 
 # -- names and numbers -------------------------------------------------------------------------------------------
