@@ -144,13 +144,13 @@ def test_of_two_servers_one_is_killed_and_comes_back(
         mortal.kill()
 
     def come_back() -> None:
-        seen["down"] = dict(trainer.publisher.pool.down())
+        seen["down"] = dict(trainer.publisher.pool.down)
         mortal.begin()
         mortal.until_ready()
         until = time.monotonic() + 15
-        while trainer.publisher.pool.down() and time.monotonic() < until:
+        while trainer.publisher.pool.down and time.monotonic() < until:
             time.sleep(0.1)
-        seen["up"] = dict(trainer.publisher.pool.down())
+        seen["up"] = dict(trainer.publisher.pool.down)
 
     trainer = make_trainer(
         models["policy"],

@@ -260,7 +260,7 @@ def test_a_head_that_silently_stays_old_is_caught(
     trainer = make_trainer(
         models["tied"], tiny_world.single_turn(), tied_server.url, max_steps=3, learning_rate=2e-2, probe_every=0
     )
-    trainer.publisher._may_untie = lambda: False
+    trainer.weight_sync.can_send_tied = False
     with pytest.raises(WeightProbeError, match=r"step 1, but its log-probs differ .* tied embeddings kept old"):
         trainer.train()
 
