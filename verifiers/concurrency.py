@@ -113,7 +113,7 @@ class _Job:
 
 
 class DaemonThreads:
-    """Threads for at most `limit` calls at once, each in a thread of its own; more calls wait their turn.
+    """Threads for at most `limit` calls at once, one call in each; more calls wait their turn.
 
     Calls that ran out of time are not counted, so threads may be more than `limit` while some of them hang.
     """

@@ -105,12 +105,11 @@ class LoopThread:
         """
         now = time.monotonic()
         if now - self._ran_at < max(limit_s, 2 * _TICK_S):
-            self._suspected_at = math.inf
-        elif self._suspected_at > now:
+            return None
+        if self._suspected_at > now:
             self._suspected_at = min(self._suspected_at, now + _TICK_S)
-        else:
-            return running_function(self._thread.ident)
-        return None
+            return None
+        return running_function(self._thread.ident)
 
     def exit_if_blocked(self, limit_s: float) -> None:
         """End the process where one function lets nothing else run for `limit_s` seconds, until `close`."""
@@ -231,7 +230,7 @@ class LoopThread:
             loop.close()
 
     def _tick(self) -> None:
-        self._ran_at = time.monotonic()
+        self._ran_at, self._suspected_at = time.monotonic(), math.inf
         self.loop.call_later(_TICK_S, self._tick)
 
     def _note_end(self, cause: BaseException | None) -> None:

@@ -241,6 +241,9 @@ def ended_if_stuck(
         yield
     finally:
         signal.set_wakeup_fd(before)
+        # a reader of a closed connection would be called again and again; the loop may have ended
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(loop.remove_reader, arrived)
         wakes.close()
 
 
