@@ -84,3 +84,35 @@ def test_a_server_that_does_not_come_back_stops_the_run_with_the_cause(
     with pytest.raises(NoAnswerError, match="gone"):
         check_with(monkeypatch, pool, NoAnswerError("gone", timed_out=late), FINE)
     assert pool.waits == (0 if late else 1)
+
+
+def test_a_server_that_goes_down_while_it_is_asked_leaves_the_others_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    class Shrinking(ServerPool):
+        up = 2
+
+        @property
+        def servers(self) -> list[Any]:
+            return super().servers[: self.up]
+
+    async def ask(server: Any, **options: Any) -> dict[str, Any]:
+        if server.url.endswith(":2/v1"):
+            raise NoAnswerError("gone")
+        return {}
+
+    def compare(server: Any, *args: Any, **options: Any) -> ProbeResult:
+        compared.append(server.url)
+        return FINE
+
+    monkeypatch.setattr(verification, "ask_server", ask)
+    monkeypatch.setattr(verification, "compare_answer", compare)
+    pool = Shrinking(["http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"])
+    try:
+        check = LogprobCheck(lambda: {"model": "m", "prompt": "p", "temperature": 1.0}, lambda prompt, ids: [])
+        check.begin(1, pool)
+        pool.up = 1
+        assert check.finish() is None
+    finally:
+        pool.stop()
+    assert compared == ["http://127.0.0.1:1/v1"]

@@ -150,7 +150,7 @@ class LogprobCheck:
         self._tolerance, self._trains_in_half = tolerance, trains_in_half
         self._patience_s, self._limit_s = patience_s, limit_s
         self._server_is_half = False
-        self._asked: tuple[int, ServerPool, list[concurrent.futures.Future[dict[str, Any]]]] | None = None
+        self._asked: tuple[int, ServerPool, list[tuple[ServerClient, concurrent.futures.Future[dict[str, Any]]]]] | None = None
 
     @classmethod
     def of_run(
@@ -208,7 +208,8 @@ class LogprobCheck:
 
     def begin(self, version: int, pool: ServerPool) -> None:
         """Ask the servers while the trainer computes; `finish` compares their answers."""
-        self._asked = version, pool, [pool.begin(self._answer(server, version, pool)) for server in pool.servers]
+        asked = [(server, pool.begin(self._answer(server, version, pool))) for server in pool.servers]
+        self._asked = version, pool, asked
 
     def finish(self) -> int | None:
         """Compare the answers that `begin` asked for, with the weights that were pushed then.
@@ -218,8 +219,8 @@ class LogprobCheck:
         """
         if self._asked is None:
             return None
-        (version, pool, answers), self._asked = self._asked, None
-        for server, answer in zip(pool.servers, answers, strict=True):
+        (version, pool, asked), self._asked = self._asked, None
+        for server, answer in asked:
             try:
                 self._compare(server, pool.run(_result(answer), math.inf), version)
             except DeadlineError:
@@ -236,7 +237,7 @@ class LogprobCheck:
     def forget(self) -> None:
         """Drop the answers that `begin` asked for, and cancel their requests."""
         asked, self._asked = self._asked, None
-        for answer in asked[2] if asked is not None else ():
+        for _, answer in asked[2] if asked is not None else ():
             answer.cancel()
 
     def _answer(self, server: ServerClient, version: int, pool: ServerPool) -> Coroutine[Any, Any, dict[str, Any]]:
