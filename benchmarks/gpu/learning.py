@@ -136,10 +136,10 @@ def measure_overlap(asked: Asked, report: Report) -> None:
     """Report steps per second with a block ahead beside strict turns, trainer and server on one device."""
     scratch, rates = Path(asked.scratch), {}
     model = make_letters(asked, scratch / "model", large=True)
-    steps = 4 if asked.tiny else 8
+    steps = 4 if asked.tiny else 5
     dtype = str(asked.dtype).removeprefix("torch.")
     for ahead in (0, 1):
-        size = {"batch": 16 if asked.tiny else 64, "tokens": 16 if asked.tiny else 256}
+        size = {"batch": 16 if asked.tiny else 64, "tokens": 16 if asked.tiny else 128}
         out = str(scratch / f"ahead-{ahead}")
         given = {"model": model, "steps": steps, "ahead": ahead, "output_dir": out, "dtype": dtype, **size}
         found = list(steps_of(start(asked, **given)))

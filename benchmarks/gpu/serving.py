@@ -92,19 +92,20 @@ def measure_generation(asked: Asked, report: Report) -> None:
     in_flight = (1, 8) if asked.tiny else (1, 64, 256)
     prompt, tokens = (16, 16) if asked.tiny else (128, 256)
     model = make_model(asked, asked.dtype).requires_grad_(False)
-    for count in in_flight:
-        prompts = make_prompts(count, prompt)
+    inputs = {count: make_prompts(count, prompt) for count in in_flight}
+    for count, prompts in inputs.items():
         for graphs in (False, True) if asked.device == "cuda" else (False,):
             name = "embedded server" + (", CUDA graphs" if graphs else "")
             with serve(asked, model, count, prompt + tokens, graphs) as server:
                 note(asked, report, name, count, tokens, partial(over_http, server, prompts, tokens))
+    for count, prompts in inputs.items():
         note(asked, report, "generate", count, tokens, partial(by_generate, model, prompts, tokens))
-        if asked.device == "cuda":
-            run = partial(by_continuous_batching, model, prompts, tokens)
-            note(asked, report, "continuous batching", count, tokens, run)
-            destroy_manager(model)
-        elif count == in_flight[-1]:
-            report.result("continuous batching", None, why="takes minutes to begin on the CPU")
+    if asked.device != "cuda":
+        report.result("continuous batching", None, why="takes minutes to begin on the CPU")
+    for count in reversed(in_flight) if asked.device == "cuda" else ():
+        run = partial(by_continuous_batching, model, inputs[count], tokens)
+        note(asked, report, "continuous batching", count, tokens, run)
+        destroy_manager(model)
     if importlib.util.find_spec("vllm") is None:
         report.result("vLLM", None, why="not installed here")
     else:

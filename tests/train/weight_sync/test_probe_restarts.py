@@ -86,7 +86,9 @@ def test_a_server_that_does_not_come_back_stops_the_run_with_the_cause(
     assert pool.waits == (0 if late else 1)
 
 
-def test_a_server_that_goes_down_while_it_is_asked_leaves_the_others_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_goes_down_while_it_is_asked_leaves_the_others_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compared: list[str] = []
 
     class Shrinking(ServerPool):

@@ -150,7 +150,9 @@ class LogprobCheck:
         self._tolerance, self._trains_in_half = tolerance, trains_in_half
         self._patience_s, self._limit_s = patience_s, limit_s
         self._server_is_half = False
-        self._asked: tuple[int, ServerPool, list[tuple[ServerClient, concurrent.futures.Future[dict[str, Any]]]]] | None = None
+        self._asked: (
+            tuple[int, ServerPool, list[tuple[ServerClient, concurrent.futures.Future[dict[str, Any]]]]] | None
+        ) = None
 
     @classmethod
     def of_run(
