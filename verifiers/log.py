@@ -18,7 +18,6 @@ __all__ = [
     "redact_logs",
     "secrets_of_run",
     "setup_logging",
-    "text_without_credentials",
     "url_without_secrets",
 ]
 
@@ -163,11 +162,6 @@ def url_without_secrets(url: str) -> str:
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
     except ValueError:
         return REDACTED
-
-
-def text_without_credentials(text: str) -> str:
-    """Return the text with the URLs in it without user and password."""
-    return re.sub(r"(https?://)[^/?#\s]*@", r"\1", text)
 
 
 def _secrets_in(value: Any, name: str = "") -> Iterator[str]:

@@ -57,6 +57,24 @@ def test_a_complete_run_is_shown_again_and_run_again_only_when_told(
     assert len(list(Path("outputs/evals").glob("*/*"))) == 2
 
 
+def test_a_complete_run_of_another_user_is_shown_and_not_written_to(
+    server: FakeOpenAIServer,
+    env_name: str,
+    capsys: pytest.CaptureFixture[str],
+    results: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
+    assert main(command) == 0
+    first, directory = capsys.readouterr().out, results.directory
+    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+
+
 @pytest.mark.parametrize("more", [["-T", "0.5"], ["--seed", "1"], ["-a", '{"n": 5}'], ["-r", "2"]], ids=str)
 def test_another_command_is_another_run(server: FakeOpenAIServer, env_name: str, more: list[str]) -> None:
     command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]

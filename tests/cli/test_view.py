@@ -98,6 +98,24 @@ async def test_the_list_shows_every_run_newest_first(visitor: Visitor) -> None:
     assert "<script" not in text
 
 
+async def test_a_damaged_run_is_named_and_takes_no_other_with_it(visitor: Visitor, root: Path) -> None:
+    huge = {"mean": 10**400, "stderr": "x", "low": [], "high": None}
+    store(root / "a" / "huge", [row(0, 0)], summary={"rollouts": 1, "rewards": {"reward": huge}})
+    store(root / "a" / "linked", [row(0, 0)])
+    (root / "a" / "linked" / "metadata.json").unlink()
+    (root / "a" / "linked" / "metadata.json").symlink_to(root / "secret.txt")
+    (root / "a" / "names").mkdir()
+    (root / "a" / "names" / "results.jsonl").write_text('{"example_id": 0, "reward": 1' + "0" * 400 + "}\n")
+    (root / "a" / "names" / "metadata.json").write_text('{"env": {"a": 1}, "started": 7, "env_args": {"x": 1e999}}')
+    status, text = await visitor.get("/")
+    assert status == 200
+    assert len(re.findall(r'<a href="(/run/[^"]+)"', text)) == 5
+    for name in ("huge", "linked", "names"):
+        status, text = await visitor.get(f"/run/a/{name}/")
+        assert status == 200, text
+        assert "do not serve" not in text
+
+
 async def test_a_run_has_a_page_of_its_own_whose_transcripts_are_asked_for(visitor: Visitor) -> None:
     status, text = await visitor.get("/run/sums--m/old1/")
     assert status == 200

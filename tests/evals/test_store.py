@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.evals.store import ResultStore, metrics_of, new_run_directory, read_run, result_row
+from verifiers.evals.store import ResultStore, metrics_of, new_run_directory, read_metadata, read_run, result_row
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 from verifiers.types import Failure, Outcome, RolloutKey
@@ -66,6 +66,35 @@ def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"example_id": 0}\n{"exam\n{"example_id": 2}\n')
     with pytest.raises(ConfigError, match=r"line 2 of .*results.jsonl' is damaged"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '{"example_id": 1, "reward": "high"}',
+        '{"example_id": 1, "reward": 1' + "0" * 400 + "}",
+        '{"example_id": 1, "reward": 1e999}',
+        '{"example_id": 1, "reward": true}',
+        '{"example_id": [1], "reward": 1.0}',
+        '{"example_id": 1, "generation": {}}',
+        '{"example_id": 1, "completion_tokens": "12"}',
+        '{"example_id": 1, "info": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+    ids=["text", "huge", "infinite", "boolean", "list", "object", "tokens", "deep"],
+)
+def test_a_row_with_an_odd_value_is_named_by_file_and_line(odd: str, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text(f'{{"example_id": 0}}\n{odd}\n{{"example_id": 2}}\n')
+    with pytest.raises(ConfigError, match=r"line 2 of .*results.jsonl' is damaged"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_metadata_that_is_no_regular_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"env": "secret"}')
+    path = tmp_path / "metadata.json"
+    path.symlink_to("secret") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read_metadata(tmp_path)
 
 
 def test_a_directory_without_results_is_no_run(tmp_path: Path) -> None:

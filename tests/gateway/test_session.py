@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from verifiers.errors import ConfigError, ProviderError
+from verifiers.errors import ConfigError
 from verifiers.gateway.gateway import Gateway
+from verifiers.gateway.listener import past_proxies
 from verifiers.gateway.session import Budget, Session
-from verifiers.inference.endpoint import single_backend_for
+from verifiers.inference.endpoint import Endpoint, HttpBackend, single_backend_for
 from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.testing import FakeOpenAIServer
+from verifiers.testing import FakeOpenAIServer, Fault
 
 
 async def ask(url: str, key: str, text: str = "hi", **arguments: Any) -> openai.types.chat.ChatCompletion:
@@ -122,22 +122,29 @@ async def test_of_equal_calls_each_retry_gets_its_own_answer(opened: Any) -> Non
         assert [await post(retry) for retry in "0011"] == ["first", "second", "first", "second"]
 
 
-class Refusing:
-    """A server whose URL has a password, and whose refusals name the URL."""
+async def test_the_key_and_the_headers_of_an_endpoint_do_not_reach_the_agent() -> None:
+    secrets = ("sk-provider-0123456789", "tenant-4711-abcdef-0123456789")
+    quoting = Fault(400, body={"error": {"message": f"bad request with {' and '.join(secrets)}"}})
+    async with FakeOpenAIServer(faults=[quoting]) as server:
+        backend = HttpBackend(Endpoint(server.url, secrets[0], {"X-Tenant": secrets[1]}))
+        gateway = Gateway()
+        await gateway.start()
+        client = RolloutClient(backend, model="fake")
+        async with gateway.serving(Session(client, "fake")) as session:
+            with pytest.raises(openai.BadRequestError, match=r"bad request with \*\*\* and \*\*\*"):
+                await ask(gateway.base_url, session.key)
+            assert not any(secret in str(session.standing_failure) for secret in secrets)
+        await gateway.close()
+        await backend.close()
 
-    base_url, api_key = "http://user:hunter2@policy/v1", "EMPTY"
 
-    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        raise ProviderError(f"{self.base_url}{path} answered 400: no", status=400)
-
-    async def close(self) -> None: ...
-
-
-async def test_the_password_in_an_endpoints_url_does_not_reach_the_agent() -> None:
-    gateway = Gateway()
-    await gateway.start()
-    async with gateway.serving(Session(RolloutClient(Refusing(), model="fake"), "fake")) as session:
-        with pytest.raises(openai.BadRequestError, match="http://policy/v1/chat/completions answered 400") as raised:
-            await ask(gateway.base_url, session.key)
-    await gateway.close()
-    assert "hunter2" not in str(raised.value)
+async def test_an_agent_of_this_process_reaches_the_gateway_past_a_proxy(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    session, url, server = await opened("four")
+    await ask(url, session.key)
+    assert len(server.requests) == 1
+    assert "127.0.0.1" in past_proxies({"no_proxy": "inside.example.com"})["NO_PROXY"].split(",")
+    assert "inside.example.com" in past_proxies({"no_proxy": "inside.example.com"})["no_proxy"].split(",")

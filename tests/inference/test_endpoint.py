@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
+import ipaddress
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
@@ -343,3 +348,85 @@ async def test_an_answer_with_nothing_in_it_is_a_failure(body: dict[str, Any]) -
 async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) -> None:
     async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
         assert (await one_call(server.url)).choices
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://127.0.0.1:99999/v1", "Port out of range"),
+        ("http://127.0.0.1:x/v1", "could not be cast|cannot be read"),
+        ("http://127.0.0.1:0/v1", "port 0"),
+        ("http://[::1:8000/v1", "Invalid IPv6 URL"),
+        ("http://::1:8000/v1", "not an HTTP address"),
+        ("http://fe80:0:1::2:8000/v1", "without brackets|cannot be read"),
+        ("http://me:hunter2@127.0.0.1/v1", "user or password"),
+        ("http://127.0.0.1/v1?version=2", "query"),
+        ("http://127.0.0.1/v1#top", "query"),
+        ("http://127.0.0.1/v1\n", "white space"),
+        ("ftp://127.0.0.1/v1", "not an HTTP address"),
+        ("127.0.0.1:8000/v1", "not an HTTP address"),
+        ("http:///v1", "not an HTTP address"),
+    ],
+)
+def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        Endpoint(url)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "headers"), [("sk-a\nb", {}), ("sk-a", {"X-Team": "a\r\nHost: b"})])
+def test_a_line_break_in_a_key_or_header_is_refused(key: str, headers: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"(API key|header 'X-Team') for .* has a line break in it"):
+        Endpoint("http://127.0.0.1:8000/v1", key, headers)
+
+
+@pytest.fixture
+async def tls_and_plain(tmp_path: Path) -> AsyncIterator[tuple[int, int]]:
+    """Return the ports of a server that speaks TLS with a certificate of its own, and of one that does not."""
+    certified = tmp_path / "both.pem"
+    certified.write_bytes(self_signed())
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certified)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            await reader.read(100)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            writer.close()
+
+    servers = [await asyncio.start_server(answer, "127.0.0.1", 0, ssl=given) for given in (context, None)]
+    yield servers[0].sockets[0].getsockname()[1], servers[1].sockets[0].getsockname()[1]
+    for server in servers:
+        server.close()
+
+
+def self_signed() -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    named = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = made.add_extension(named, critical=False).sign(key, hashes.SHA256())
+    kind = serialization.PrivateFormat.PKCS8
+    text = key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption())
+    return text + certificate.public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "which", "told"),
+    [
+        ("https", 0, "cannot be verified .*SSL_CERT_FILE"),
+        ("https", 1, "does not speak TLS .*is it http://"),
+        ("http", 0, "speaks TLS; is it https://"),
+    ],
+)
+async def test_a_disagreement_about_tls_is_permanent_and_says_what_to_do(
+    scheme: str, which: int, told: str, tls_and_plain: tuple[int, int]
+) -> None:
+    with pytest.raises(ProviderError, match=told) as caught:
+        await one_call(f"{scheme}://127.0.0.1:{tls_and_plain[which]}/v1")
+    assert not isinstance(caught.value, RetryableError)

@@ -92,7 +92,7 @@ def test_the_classic_file_is_never_executed(tmp_path: Path, monkeypatch: pytest.
         ('url = "http://h/v1"', "model: Field required"),
         ('model = "m"', "either url or urls"),
         ('model = "m"\nurl = "http://h/v1"\nurls = ["http://h/v1"]', "either url or urls"),
-        ('model = "m"\nurl = "h:8000"', "the base URL 'h:8000' is no HTTP address"),
+        ('model = "m"\nurl = "h:8000"', "the base URL 'h:8000' is not an HTTP address"),
         ('model = "m"\nurls = []', "urls: Tuple should have at least 1 item"),
         ('model = "m"\nurl = "http://h/v1"\nkeyvar = "K"', "the unknown setting 'keyvar'; it takes api, "),
         ('model = "m"\nurl = "http://h/v1"\nmax_concurrent = 0', "max_concurrent: Input should be greater than 0"),

@@ -106,7 +106,11 @@ def chosen_endpoint(args: argparse.Namespace, command: str) -> EndpointEntry:
     if args.model is None and not args.api_base_url:
         raise ConfigError("-m is missing: name a model, or 'fake' for the built-in one, which needs no endpoint.")
     args.model = args.model or "gpt-4.1-mini"
+    from verifiers.inference.endpoint import check_base_url
+
     headers = dict(_header(text) for text in args.header)
+    for url in args.api_base_url or ():
+        check_base_url(url)
     urls = tuple(args.api_base_url or ([FAKE_URL] if args.model == FAKE_MODEL else []))
     if args.endpoints_path is not None:
         if args.api_base_url or args.header:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import json
 import os
 import pkgutil
@@ -140,6 +141,7 @@ def hide_library_bars() -> None:
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of writes to an open file, for which Python names no file."""
+_NO_PROCESS = "no further process or thread can be started; raise the limit (`ulimit -u`, or pids of the cgroup)."
 
 
 class CommandFailedError(Error, RuntimeError):
@@ -159,25 +161,37 @@ class Command:
 
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run a command's body and turn what it raises into an exit code and one sentence."""
-    _open_closed_streams()
+    _prepare_streams()
     try:
-        return command()
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise ConfigError("the working directory was deleted; change to one that is there.") from None
+        code = command()
+        sys.stdout.flush()
+        return code
     except Error as error:
         own = isinstance(error, ConfigError | CommandFailedError)
         print(f"{name}: {error}" if own else f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILED
     except BrokenPipeError:
-        # the reader closed the pipe; Python would raise again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # the reader closed the pipe
+        _drop_output()
         return FAILED
     except OSError as error:
+        if not is_of_writing(error):
+            print(f"{name}: {_NO_PROCESS}", file=sys.stderr)
+            return FAILED
         if error.filename is None and error.errno not in _FULL:
             # from the code of an environment: the traceback shows where
             raise
-        where = (
-            f"{type(error).__name__}: {error}" if error.filename is None else f"{error.filename}: {error.strerror}"
-        )
-        print(f"{name}: {where}", file=sys.stderr)
+        where = error.filename or ("standard output" if _drop_output() else type(error).__name__)
+        print(f"{name}: {where}: {error.strerror}", file=sys.stderr)
+        return FAILED
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        print(f"{name}: {_NO_PROCESS}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
@@ -187,8 +201,28 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         raise
 
 
-def _open_closed_streams() -> None:
-    """Put /dev/null where a standard stream is closed: the next file that is opened would get its number."""
+def is_of_writing(error: OSError) -> bool:
+    """Return whether an error may come from a file, and is not that of a process that could not be started."""
+    return error.errno != errno.EAGAIN or hasattr(error, "characters_written")
+
+
+def _drop_output() -> bool:
+    """Send standard output to /dev/null where it takes no more; return whether that was so."""
+    try:
+        # what could not be written is dropped, so a flush alone would succeed
+        print(flush=True)
+    except OSError:
+        # Python would raise again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _prepare_streams() -> None:
+    """Let a stream take every character, and put /dev/null where one is closed, whose number a file would get."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -204,7 +238,7 @@ def writing_results(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, Error):
+        if isinstance(error, Error) or not is_of_writing(error):
             raise
         # rollouts turn their own into outcomes: this one came from writing
         raise CommandFailedError(f"results cannot be written to {str(directory)!r}: {error}.") from error

@@ -13,6 +13,7 @@ from typing import Any, Literal, Unpack
 from verifiers.envs.agent_env import AgentOptions, GatewayEnv
 from verifiers.errors import AgentError, ConfigError, SandboxError
 from verifiers.gateway.gateway import Gateway
+from verifiers.gateway.listener import past_proxies
 from verifiers.gateway.session import Session
 from verifiers.keywords import nearest_name
 from verifiers.parsers.messages import cleanup_messages
@@ -136,7 +137,7 @@ class ProgramEnv(GatewayEnv):
             stdin = None if self.stdin is None else _filled(self.stdin, values, row)
             result, judged = None, None
             try:
-                await self._within_budget(session, program.run(stdin, _variables(url, session)))
+                await self._within_budget(session, program.run(stdin, _variables(url, session, spec.env)))
                 if not session.calls and not session.client.is_cut_off:
                     why = session.why_unanswered(
                         "does it use OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY?"
@@ -252,8 +253,9 @@ class _Program:
         return items
 
 
-def _variables(url: str, session: Session) -> dict[str, str]:
+def _variables(url: str, session: Session, environ: Mapping[str, str]) -> dict[str, str]:
     return {
+        **past_proxies(environ),
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": session.key,
         "OPENAI_MODEL": session.model,

@@ -48,6 +48,7 @@ COLUMNS = (
 )
 """Columns of results.jsonl; every further one is a reward function's value."""
 
+_NUMBERS = ("reward", "generation_ms", "scoring_ms", "prompt_tokens", "completion_tokens", "turns", "attempts")
 _LONGEST_ERROR = 1000
 _DEEPEST = 50
 
@@ -85,16 +86,22 @@ def read_run(directory: str | Path) -> StoredRun:
     return StoredRun(path, read_metadata(path), rows)
 
 
+def is_own_file(path: Path) -> bool:
+    """Return whether a run's file is a regular one; a run may be a stranger's, and a link show any file of ours."""
+    return path.is_file() and not path.is_symlink()
+
+
 def read_metadata(directory: Path) -> dict[str, Any]:
     """Return the content of metadata.json, empty where it is missing; raise ConfigError where it is damaged."""
+    path = directory / METADATA
+    if os.path.lexists(path) and not is_own_file(path):
+        raise ConfigError(f"{str(path)!r} is not a regular file; put the run's metadata in its place or delete it.")
     try:
-        found = json.loads((directory / METADATA).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise ConfigError(
-            f"{str(directory / METADATA)!r} is not valid JSON ({error}); repair or delete it."
-        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} is not valid JSON ({error}); repair or delete it.") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -122,10 +129,21 @@ def iter_lines(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 )
             try:
                 row = parse_row(line)
+                _check_row(row)
             except ValueError as error:
                 damaged = number, error
             else:
                 yield line, row
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    """Raise ValueError where a column does not hold what is counted, sorted or added up."""
+    for name in _NUMBERS:
+        if row.get(name) is not None and finite(row[name]) is None:
+            raise ValueError(f"{name} is {str(row[name])[:40]!r}, which is no number")
+    for name in ("example_id", "generation"):
+        if not isinstance(row.get(name), (int, str, type(None))):
+            raise ValueError(f"{name} is {str(row[name])[:40]!r}, which names nothing")
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -133,11 +151,7 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     found = row.get("metrics")
     if not isinstance(found, Mapping):
         found = {name: value for name, value in row.items() if name not in COLUMNS}
-    return {
-        name: float(value)
-        for name, value in found.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    return {name: number for name, value in found.items() if (number := finite(value)) is not None}
 
 
 def new_run_directory(
@@ -274,6 +288,17 @@ def json_line(row: Mapping[str, Any]) -> str:
     return line
 
 
+def finite(value: Any) -> float | None:
+    """Return a stored number; None for anything else, also for what no float holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def plain(value: Any, depth: int = 0) -> Any:
     """Return nested data as JSON takes it: no NaN, texts as keys, no cycles."""
     if isinstance(value, float):
@@ -290,7 +315,10 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 def parse_row(line: bytes) -> dict[str, Any]:
     """Return the row of a line; raise ValueError where that is not a JSON object."""
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError("it is not a JSON object")
     return row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -12,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
 from verifiers.gateway.calls import RefusedCallError, WireFormat, json_object, json_response
-from verifiers.gateway.listener import MAX_BODY, Listener
+from verifiers.gateway.listener import MAX_BODY, Listener, past_proxies
 from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.http_requests import bearer_token, read_body
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.installation import install_hint
-from verifiers.log import text_without_credentials
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -76,6 +76,7 @@ class Gateway:
         # the types of the SDKs take about a second to import
         self._formats = await asyncio.to_thread(_wire_formats)
         listener = self._listener
+        os.environ.update(past_proxies(os.environ))
         self.url = await listener.start(self._application(), self._host, self._port)
 
         async def end() -> None:
@@ -133,7 +134,7 @@ class Gateway:
                 refusal = RefusedCallError(error.reason, status=error.status, code=code)
             except Exception as error:
                 logger.exception("%s %s failed", request.method, request.path)
-                text = text_without_credentials(f"the gateway failed: {type(error).__name__}: {error}")
+                text = f"the gateway failed: {type(error).__name__}: {error}"
                 refusal = RefusedCallError(text, status=500, code="gateway_error")
             path = "/" + request.path.rpartition("/v1/")[2]
             return _refused(self._formats.get(path, self._formats[CHAT]), refusal)

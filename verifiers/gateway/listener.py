@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import tempfile
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
@@ -23,6 +24,13 @@ MAX_HEADER = 2**16
 
 FEWEST_CONNECTIONS = 32
 LONGEST_BACKLOG = 4096
+
+
+def past_proxies(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return NO_PROXY, in both spellings, with this machine in it: an agent's client asks a gateway here directly."""
+    given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    hosts = ",".join(dict.fromkeys([*filter(None, given.split(",")), "127.0.0.1", "localhost", "::1"]))
+    return {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
 class Listener:

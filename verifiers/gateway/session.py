@@ -16,7 +16,6 @@ from verifiers.errors import ConfigError, ModelError, OverlongPromptError, Provi
 from verifiers.gateway.calls import AgentCall, RefusedCallError
 from verifiers.inference.endpoint import CHAT, TOKENIZE
 from verifiers.inference.wire import plain_data, whole_characters
-from verifiers.log import text_without_credentials
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, refuse_non_text
 
 OVER = "the rollout of this key is over."
@@ -190,7 +189,7 @@ class Session:
         try:
             counted, _ = await self.client.untrained.call(TOKENIZE, {**body, "model": self.model})
         except ModelError as error:
-            text = f"the policy's server does not count tokens: {text_without_credentials(str(error))}"
+            text = f"the policy's server does not count tokens: {error}"
             raise RefusedCallError(text, status=501, code="not_supported") from error
         return int(counted["count"])
 
@@ -342,7 +341,7 @@ class Session:
             if _is_refused(self.client, {**given, "model": self.model}):
                 # the run's own arguments: the call itself ends the run
                 return arguments
-            raise RefusedCallError(text_without_credentials(str(error)), code="unsupported_value") from None
+            raise RefusedCallError(str(error), code="unsupported_value") from None
         return arguments
 
     def _is_of_agent(self, call: AgentCall, refusal: str) -> bool:
@@ -365,19 +364,16 @@ class Session:
         except OverlongPromptError as error:
             raise RefusedCallError(str(error), code="context_length_exceeded") from error
         except ConfigError as error:
-            text = text_without_credentials(str(error))
-            if not self._is_of_agent(call, text):
-                raise RefusedCallError(text, code="unsupported_value") from error
+            if not self._is_of_agent(call, str(error)):
+                raise RefusedCallError(str(error), code="unsupported_value") from error
             # the next agent may ask for something else
             client.fatal_error = None
-            raise RefusedCallError(text, code=AGENTS_OWN) from None
+            raise RefusedCallError(str(error), code=AGENTS_OWN) from None
         except ModelError as error:
             # the run's own retries are over; an error about the call itself is for the agent to correct
             status = (error.status or 0) if isinstance(error, ProviderError) else 0
             kept = status if status in (400, 413, 422, 429) else 502
-            # an endpoint's URL may hold a password
-            text = text_without_credentials(str(error))
-            raise RefusedCallError(text, status=kept, code="upstream_error") from error
+            raise RefusedCallError(str(error), status=kept, code="upstream_error") from error
         return dict(plain_data(response)), recorded
 
 

@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import re
+import ssl
 import sys
 import urllib.parse
 import urllib.request
@@ -19,10 +20,33 @@ from verifiers.concurrency import at_loop_end, is_async_function, threads_for
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.inference.retry import RetryableError, client_error, reason, retry_after_s, status_error
 from verifiers.inference.wire import WireObject, read_completion, request_body, whole_characters
+from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.server_process import is_loopback_address
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+def check_base_url(url: str) -> None:
+    """Raise ConfigError where a base URL is no address that every route can be added to."""
+    problem = ""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            problem = "is not an HTTP address"
+        elif parts.username is not None or parts.password is not None:
+            problem = "has a user or password in it; send that as a key or a header"
+        elif parts.netloc.count(":") > 1 and "]" not in parts.netloc:
+            problem = "has an IPv6 address without brackets"
+        elif parts.port == 0:
+            problem = "has port 0"
+        elif parts.query or parts.fragment or re.search(r"[\s?#\x00-\x1f]", url):
+            problem = "has a query, a fragment or white space in it"
+    except ValueError as error:
+        problem = f"cannot be read: {error}"
+    if problem:
+        shown = url_without_secrets(url)
+        raise ConfigError(f"the base URL {shown!r} {problem}; give one like 'http://127.0.0.1:8000/v1'.")
 
 
 def is_loopback(url: str) -> bool:
@@ -65,10 +89,11 @@ DERENDER = "/chat/completions/derender"
 _TOKEN_ROUTES = frozenset({TOKENIZE, GENERATE, DERENDER})
 _SENT_AT_ONCE = 2**20
 _MOST_SYNCHRONOUS_CALLS = 32
-_SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 # a longer answer is parsed in a thread
 _PARSED_AT_ONCE = 2**20
 MAX_ANSWER_MB = 32
+_ANSWERS_WITHOUT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
+"""What OpenSSL, by its version, calls bytes that are no handshake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +115,13 @@ class Endpoint:
     max_answer_mb: float = MAX_ANSWER_MB
 
     def __post_init__(self) -> None:
-        if not re.match(r"https?://[^/]", self.base_url):
-            raise ConfigError(
-                f"the base URL {self.base_url!r} is not an HTTP address; give one like 'http://127.0.0.1:8000/v1'."
-            )
+        check_base_url(self.base_url)
+        for name, value in {"Authorization": self.api_key, **self.headers}.items():
+            if re.search(r"[\r\n\0]", name + value):
+                what = "API key" if value is self.api_key else f"header {name!r}"
+                raise ConfigError(
+                    f"the {what} for {self.base_url} has a line break in it, which no request can hold."
+                )
 
     @classmethod
     def from_openai(cls, client: Any) -> Endpoint:
@@ -151,6 +179,8 @@ class HttpBackend:
         self.base_url = endpoint.base_url.rstrip("/")
         self._root = self.base_url.removesuffix("/v1")
         self.api_key = endpoint.api_key
+        self._redact = Redactor(secrets_of_run(self.base_url, self.api_key, endpoint.headers, environ={}))
+        self._has_answered = False
         self._session: aiohttp.ClientSession | None = None
         self._close_session: Callable[[], Awaitable[None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -197,7 +227,13 @@ class HttpBackend:
         headers: Mapping[str, str] | None = None,
         timeout_s: Any = None,
     ) -> dict[str, Any]:
-        """POST `body` as JSON and return the JSON object of a 200."""
+        """POST `body` as JSON and return the JSON object of a 200; errors do not quote key and headers."""
+        with self._redact.in_errors():
+            return await self._post(path, body, headers, timeout_s)
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, timeout_s: Any
+    ) -> dict[str, Any]:
         import aiohttp
 
         session = self._open_session()
@@ -228,23 +264,47 @@ class HttpBackend:
         except RetryableError:
             raise
         except (aiohttp.ClientError, OSError) as error:
+            if problem := await self._tls_problem(error):
+                raise ProviderError(problem) from error
             text = f"{self.base_url} could not be reached: {reason(error)}"
             refused, unresolved = (
                 isinstance(error, kind) for kind in (aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError)
             )
             raise RetryableError(text, unreachable=True, broke=not refused, unresolved=unresolved) from error
+        self._has_answered = True
         if status == 200:
             return await _decode(content, url)
-        text = self._without_key(content)
+        text = self._redact(content.decode(errors="replace"))
         refusal = status_error(url, status, text, retry_after)
         if status == 404 and re.search(r"/v\d", self.base_url) is None:
             refusal = ProviderError(f"{refusal}; is the base URL {self.base_url}/v1?", status=status, body=text)
         raise refusal
 
-    def _without_key(self, content: bytes) -> str:
-        """Return a server's refusal as text without the key, which some servers quote."""
-        text = content.decode(errors="replace")
-        return text.replace(self.api_key, "***") if len(self.api_key) >= _SHORTEST_SECRET else text
+    async def _tls_problem(self, error: Exception) -> str | None:
+        """Return why no try can succeed, where client and server disagree about TLS; else None."""
+        import aiohttp
+
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return (
+                f"the certificate of {self.base_url} cannot be verified ({error.certificate_error}); let "
+                "SSL_CERT_FILE name a file with the certificate of who signed it."
+            )
+        if isinstance(error, aiohttp.ClientConnectorSSLError):
+            found = error.os_error
+            is_plain = isinstance(found, ssl.SSLError) and found.reason in _ANSWERS_WITHOUT_TLS
+            return f"{self.base_url} does not speak TLS ({found}); is it http://?" if is_plain else None
+        never_met = isinstance(error, aiohttp.ClientConnectorError) or proxy_for(self.base_url)
+        if self._has_answered or never_met or not self.base_url.startswith("http://"):
+            return None
+        parts = urllib.parse.urlsplit(self.base_url)
+        context = ssl._create_unverified_context()
+        try:
+            async with asyncio.timeout(self.endpoint.connect_timeout_s):
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=context)
+        except (OSError, TimeoutError):
+            return None
+        writer.transport.abort()
+        return f"{self.base_url} speaks TLS; is it https://?"
 
     async def close(self) -> None:
         close, self._session, self._close_session = self._close_session, None, None
@@ -274,6 +334,7 @@ class ClientBackend:
         self._calls = _without_retries(client)
         self.base_url = str(getattr(client, "base_url", None) or "")
         self.api_key = str(getattr(client, "api_key", ""))
+        self._redact = Redactor(secrets_of_run(self.base_url, self.api_key, {}, environ={}))
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
         if path in _TOKEN_ROUTES:
@@ -295,10 +356,11 @@ class ClientBackend:
             if deadline.expired():
                 where = self.base_url or "the client"
                 raise RetryableError(f"no answer from {where} within {self.timeout_s:g} s") from error
-            meaning = client_error(self.base_url, error)
-            if meaning is error:
-                raise
-            raise meaning from error
+            meaning = client_error(url_without_secrets(self.base_url), error)
+            with self._redact.in_errors():
+                if meaning is error:
+                    raise
+                raise meaning from error
 
     async def close(self) -> None:
         """Leave the client open: it belongs to the caller."""

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from verifiers.errors import ConfigError
-from verifiers.inference.endpoint import MAX_ANSWER_MB, Backend, Endpoint, HttpBackend
+from verifiers.inference.endpoint import MAX_ANSWER_MB, Backend, Endpoint, HttpBackend, check_base_url
 from verifiers.inference.responses_api import ResponsesBackend
 from verifiers.inference.server_pool import ServerPool
 
@@ -43,11 +43,10 @@ def _variable(value: str) -> str:
 
 
 def _base_url(value: str) -> str:
-    if not re.match(r"https?://[^/]", value):
-        text = "the base URL {url} is no HTTP address; give one like 'http://127.0.0.1:8000/v1'"
-        raise PydanticCustomError("url", text, {"url": repr(value)})
-    if "@" in value.split("/")[2]:
-        raise PydanticCustomError("url", "it has a password; give that as a header in header_vars")
+    try:
+        check_base_url(value)
+    except ConfigError as error:
+        raise PydanticCustomError("url", "{problem}", {"problem": str(error)}) from None
     return value.rstrip("/")
 
 
@@ -159,13 +158,21 @@ def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None
                 f"endpoint {entry.name!r} takes its header {header!r} from the environment variable {variable!r}, "
                 "which is not set."
             )
-        headers[header] = os.environ[variable].strip()
-    key = os.environ.get(entry.key_var, "").strip() or "EMPTY"
+        headers[header] = _secret_in(variable)
+    key = _secret_in(entry.key_var) or "EMPTY"
     timeout_s = attempt_timeout_s or entry.attempt_timeout_s or 600.0
     kind = ResponsesBackend if entry.api == "responses" else HttpBackend
     limit_mb = entry.max_answer_mb or MAX_ANSWER_MB
     backends = [kind(Endpoint(url, key, headers, timeout_s=timeout_s, max_answer_mb=limit_mb)) for url in entry.urls]
     return backends[0] if len(backends) == 1 else ServerPool(backends)
+
+
+def _secret_in(variable: str) -> str:
+    """Return what a variable holds, without white space around it; raise ConfigError for a line break inside."""
+    value = os.environ.get(variable, "").strip()
+    if re.search(r"[\r\n\0]", value):
+        raise ConfigError(f"the environment variable {variable!r} holds a key with a line break in it; set it again.")
+    return value
 
 
 def _from_toml(path: Path, text: str) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from verifiers.evals.store import json_line, plain
+from verifiers.evals.store import finite, is_own_file, json_line, plain
 from verifiers.log import Redactor
 from verifiers.notebook import as_text, messages_of
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
@@ -46,9 +46,10 @@ def is_training_run(directory: str | Path) -> bool:
 
 def read_run(directory: str | Path) -> dict[str, Any]:
     """Return the content of run.json; empty where it is missing or damaged."""
+    path = Path(directory) / RUN
     try:
-        run = json.loads((Path(directory) / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        run = json.loads(path.read_text(encoding="utf-8")) if is_own_file(path) else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return run if isinstance(run, dict) else {}
 
@@ -65,21 +66,21 @@ def replace_file(path: Path, text: str) -> None:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file; a line that was cut off while it was written is left out."""
-    if not path.is_file():
+    if not is_own_file(path):
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and isinstance(row.get("step"), (int, float)):
+            if isinstance(row, dict) and is_number(row.get("step")):
                 yield row
 
 
 def is_number(value: Any) -> bool:
     """Return whether a logged value is a finite number."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return finite(value) is not None
 
 
 class RunRecord:

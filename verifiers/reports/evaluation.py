@@ -18,7 +18,7 @@ from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
-from verifiers.evals.store import RESULTS, iter_lines, metrics_of, parse_row, read_metadata
+from verifiers.evals.store import RESULTS, finite, iter_lines, metrics_of, parse_row, read_metadata
 from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
 from verifiers.notebook import as_text, messages_of
 from verifiers.reports.page import json_text, page_text, write_page
@@ -180,7 +180,7 @@ class Entry:
 
 def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str = "") -> Entry:
     """Return the small values of a row; what is missing or of another type counts as absent."""
-    milliseconds = _number(row.get("generation_ms"))
+    milliseconds = finite(row.get("generation_ms"))
     said = next(_newest_first(row.get("prompt"), "prompt"), {}).get("text", "")
     return Entry(
         # the rollouts of a prompt share these texts, which would otherwise be most of what many entries take
@@ -188,7 +188,7 @@ def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str =
         generation=_count(row.get("generation")),
         run=run,
         outcome=_outcome(row),
-        reward=_number(row.get("reward")),
+        reward=finite(row.get("reward")),
         metrics=_metrics(row),
         prompt_tokens=_count(row.get("prompt_tokens")),
         completion_tokens=_count(row.get("completion_tokens")),
@@ -273,25 +273,15 @@ def _outcome(row: Mapping[str, Any]) -> str:
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name)[:200]: value for name, value in metrics_of(row).items() if math.isfinite(value)}
+    return {str(name)[:200]: value for name, value in metrics_of(row).items()}
 
 
 def _order(example: str) -> tuple[int, int, str]:
     return (0, int(example), "") if example.isdecimal() and len(example) < 20 else (1, 0, example)
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
 def _count(value: Any) -> int:
-    number = _number(value)
+    number = finite(value)
     return 0 if number is None else int(number)
 
 
@@ -306,8 +296,8 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
     """
     summary = metadata.get("summary")
     seconds = summary.get("seconds") if isinstance(summary, Mapping) else None
-    chosen = summary.get("right_from") if isinstance(summary, Mapping) else None
-    right_from = float(chosen) if isinstance(chosen, (int, float)) and math.isfinite(chosen) else RIGHT_FROM
+    right_from = finite(summary.get("right_from")) if isinstance(summary, Mapping) else None
+    right_from = RIGHT_FROM if right_from is None else right_from
     counts = numbers.counts()
     return {
         "name": name,
@@ -328,7 +318,7 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
         ],
         "promptTokens": numbers.prompt_tokens,
         "completionTokens": numbers.completion_tokens,
-        "seconds": seconds if isinstance(seconds, (int, float)) and math.isfinite(seconds) else None,
+        "seconds": finite(seconds),
         "passAtK": [
             {"k": row.k, **_numbers(row.pass_at)}
             for row in at_k(list(numbers.values().values()), right_from=right_from)

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from verifiers.errors import ConfigError
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import RESULTS, parse_row, read_metadata
+from verifiers.evals.store import RESULTS, finite, parse_row, read_metadata
 from verifiers.http_requests import app_runner
 from verifiers.monitoring.history import eval_set_label, is_trained_on
 from verifiers.monitoring.number_text import rounded
@@ -224,11 +224,16 @@ def _list_text(root: Path) -> str:
 
 def _list_row(key: str, directory: Path) -> str:
     shown, address = html.escape(key), f"/run/{urllib.parse.quote(key)}/"
-    if is_training_run(directory):
-        choice, known = "", _training_cells(directory)
-    else:
-        choice = f'<input type="checkbox" name="run" value="{shown}" aria-label="compare {shown}">'
-        known = _evaluation_cells(directory)
+    choice = ""
+    try:
+        if is_training_run(directory):
+            known = _training_cells(directory)
+        else:
+            known = _evaluation_cells(directory)
+            choice = f'<input type="checkbox" name="run" value="{shown}" aria-label="compare {shown}">'
+    except Exception as error:
+        # whatever one run holds, the others are shown
+        known = [(f"damaged: {error}",), *[("",)] * 5]
     cells = [choice, f'<a href="{html.escape(address)}">{shown}</a>', *(_cell(*texts) for texts in known)]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
@@ -242,7 +247,7 @@ def _evaluation_cells(directory: Path) -> list[tuple[str, ...]]:
     metadata = known_metadata(directory)
     numbers = _mapping(metadata, "summary")
     reward = _mapping(_mapping(numbers, "rewards"), "reward")
-    mean, stderr, low, high = (_number(reward, name) for name in ("mean", "stderr", "low", "high"))
+    mean, stderr, low, high = (finite(reward.get(name)) for name in ("mean", "stderr", "low", "high"))
     interval = "" if low is None else f"{rounded(low, stderr)} .. {rounded(high, stderr)}"
     done = f"{numbers['rollouts']} rollouts" if isinstance(numbers.get("rollouts"), int) else "not finished"
     started = str(metadata.get("started", ""))[:16].replace("T", " ")
@@ -253,11 +258,11 @@ def _training_cells(directory: Path) -> list[tuple[str, ...]]:
     run, newest = read_run(directory), newest_metrics(directory)
     steps = f"{newest.get('step', 0)} of {run.get('max_steps', '?')} steps"
     done = (steps,) if run.get("status") == "finished" else (steps, str(run.get("status", "status unknown")))
-    eval_reward, error = _number(newest, "eval_reward"), _number(newest, "eval_reward_stderr")
+    eval_reward, error = finite(newest.get("eval_reward")), finite(newest.get("eval_reward_stderr"))
     label = eval_set_label("eval_reward", trained_on=is_trained_on("eval_reward", newest))
     below = "" if eval_reward is None else f"{label} {_reward(eval_reward, error)}"
     below += f" ± {rounded(error, error)}" if below and error is not None else ""
-    reward = (_reward(_number(newest, "reward")), below)
+    reward = (_reward(finite(newest.get("reward"))), below)
     return [("training",), *_names(run), reward, done, (started_at(run),)]
 
 
@@ -269,11 +274,6 @@ def _names(record: Mapping[str, Any]) -> tuple[tuple[str, str], tuple[str]]:
 
 def _reward(mean: float | None, stderr: float | None = None) -> str:
     return "–" if mean is None else rounded(mean, stderr)
-
-
-def _number(record: Mapping[str, Any], name: str) -> float | None:
-    value = record.get(name)
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -302,7 +302,7 @@ def known_metadata(directory: Path) -> dict[str, Any]:
     """Return what metadata.json holds; empty where it is missing or damaged, since the results can still be shown."""
     try:
         return read_metadata(directory)
-    except (ConfigError, OSError, RecursionError):
+    except (ConfigError, OSError):
         return {}
 
 
@@ -406,5 +406,5 @@ class GrowingRun:
         """Return a line's row; None for one that a crash cut off."""
         try:
             return parse_row(line.decode("utf-8", "replace").encode())
-        except (ValueError, RecursionError):
+        except ValueError:
             return None

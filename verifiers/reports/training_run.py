@@ -439,7 +439,7 @@ def sample_sections(run_dir: Path) -> list[dict[str, Any]]:
     """
     followed: dict[str, list[_Line]] = {}
     others: list[_Line] = []
-    for line in read_lines(run_dir / SAMPLES):
+    for line in filter(_is_sample, read_lines(run_dir / SAMPLES)):
         if line.get("followed"):
             followed.setdefault(str(line.get("example")), []).append(line)
         else:
@@ -464,6 +464,19 @@ def sample_sections(run_dir: Path) -> list[dict[str, Any]]:
         ),
     ]
     return [section for section in sections if section["cards"]]
+
+
+def _is_sample(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of samples.jsonl has the shape that the page draws."""
+    rollouts = line.get("rollouts")
+    if not isinstance(rollouts, list) or not all(isinstance(rollout, dict) for rollout in rollouts):
+        return False
+    conversations = [line.get("prompt"), *(rollout.get("completion") for rollout in rollouts)]
+    return all(isinstance(messages, list) and all(map(_is_message, messages)) for messages in conversations)
+
+
+def _is_message(shown: Any) -> bool:
+    return isinstance(shown, dict) and isinstance(shown.get("text"), str)
 
 
 def _section(title: str, note: str, cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

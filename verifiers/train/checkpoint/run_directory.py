@@ -213,6 +213,8 @@ def raises_checkpoint_error(directory: Path, output_dir: Path | None = None) -> 
 
 
 def _is_of_writing(error: Exception) -> bool:
+    if isinstance(error, BlockingIOError):
+        return False  # no process could be started
     # what a hub answers, or that it does not, is an OSError too
     if isinstance(error, (ConnectionError, TimeoutError)) or {"request", "response"} & set(dir(error)):
         return False
