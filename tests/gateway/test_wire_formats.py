@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from verifiers.gateway.calls import note_left_out
 from verifiers.gateway.session import Session
 from verifiers.testing import Fault
 
@@ -212,14 +213,112 @@ async def test_what_cannot_be_had_is_refused_in_openais_shape(
 async def test_what_cannot_be_had_is_refused_in_anthropics_shape(opened: Any, closing: AsyncExitStack) -> None:
     session, url, _ = await opened()
     client = await closing.enter_async_context(anthropic_client(session, url))
-    tool: Any = {"type": "web_search_20250305", "name": "web_search"}
+    given: Any = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    clearing = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    prefilled = [*given["messages"], {"role": "assistant", "content": "I"}]
+    for more, text in (
+        ({"extra_body": {"context_management": clearing}}, "the edit {'type': 'clear_tool_uses_20250919'}"),
+        ({"messages": prefilled}, "the last message is the assistant's"),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await client.messages.create(**{**given, **more})
+        error = caught.value.body["error"]  # type: ignore[index]
+        assert error["type"] == "invalid_request_error"
+        assert text in error["message"]
+
+
+async def test_what_claude_code_sends_is_taken_and_said_once_to_the_policy(
+    opened: Any, closing: AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, url, server = await opened("ok")
+    client = await closing.enter_async_context(anthropic_client(session, url))
+    note_left_out.cache_clear()
+    header = "x-anthropic-billing-header: cc_version=2.1.100; cch={};"
+    own: Any = {"name": "add", "input_schema": {"type": "object"}}
+    search: Any = {"type": "web_search_20250305", "name": "web_search"}
+    failed = {"type": "tool_result", "tool_use_id": "call_1", "content": "no such file", "is_error": True}
+    call = {"type": "tool_use", "id": "call_1", "name": "add", "input": {}}
+    for changing in ("aaaaa", "bbbbb"):
+        given: Any = {
+            "model": "fake",
+            "max_tokens": 9,
+            "system": [{"type": "text", "text": header.format(changing)}, {"type": "text", "text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": "one"},
+                {"role": "user", "content": "two"},
+                {"role": "system", "content": "a reminder"},
+                {"role": "assistant", "content": [call]},
+                {"role": "user", "content": [failed]},
+            ],
+            "tools": [own, search],
+            "extra_body": {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        }
+        await client.messages.create(**given)
+        sent = server.requests[-1].body
+        assert [(message["role"], message["content"]) for message in sent["messages"]] == [
+            ("system", "Be brief.\n\na reminder"),
+            ("user", "one\n\ntwo"),
+            ("assistant", ""),
+            ("tool", "Error: no such file"),
+        ]
+        assert [tool["function"]["name"] for tool in sent["tools"]] == ["add"]
+    assert caplog.text.count("web_search_20250305' are left out") == 1
     with pytest.raises(anthropic.BadRequestError) as caught:
-        await client.messages.create(
-            model="fake", max_tokens=9, messages=[{"role": "user", "content": "hi"}], tools=[tool]
-        )
-    error = caught.value.body["error"]  # type: ignore[index]
-    assert error["type"] == "invalid_request_error"
-    assert "runs on Anthropic's servers" in error["message"]
+        await client.messages.create(**{**given, "extra_body": {"thread": {"type": "create"}}})
+    assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}  # type: ignore[index]
+    assert (await client.models.retrieve("fake")).id == "fake"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_codex_sends_is_taken_and_its_tools_answered_by_their_own_names(
+    opened: Any, closing: AsyncExitStack, stream: bool
+) -> None:
+    made = [("n__add", '{"a": 1}'), ("patch", '{"input": "*** Begin"}')]
+    calls = [
+        {"id": f"call_{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for place, (name, arguments) in enumerate(made)
+    ]
+    session, url, server = await opened([{"content": "", "tool_calls": calls}, "done"], require_tokens=False)
+    client = await closing.enter_async_context(openai_client(session, url))
+    add = {"type": "function", **TOOL}
+    tools: Any = [
+        {**add, "name": "plain"},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [add]},
+        {"type": "custom", "name": "patch", "description": "Patch.", "format": {"type": "text"}},
+        {"type": "web_search"},
+        {"type": "local_shell"},
+    ]
+    items: list[Any] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "A"}]},
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "B"}]},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}]},
+    ]
+
+    async def ask(given: list[Any]) -> Any:
+        arguments: Any = {"model": "fake", "input": given, "tools": tools}
+        arguments["extra_body"] = {"client_metadata": {"x-codex-turn-metadata": "{}"}}
+        if not stream:
+            return await client.responses.create(**arguments)
+        async with client.responses.stream(**arguments) as events:
+            async for _ in events:
+                pass
+            return await events.get_final_response()
+
+    answer = await ask(items)
+    sent = server.requests[-1].body
+    assert [tool["function"]["name"] for tool in sent["tools"]] == ["plain", "n__add", "patch"]
+    assert sent["messages"][0] == {"role": "system", "content": "A\n\nB"}
+    called = [item for item in answer.output if item.type != "message"]
+    assert [(item.type, item.name) for item in called] == [("function_call", "add"), ("custom_tool_call", "patch")]
+    assert (called[0].namespace, called[1].input) == ("n", "*** Begin")
+    said = [item.model_dump(exclude_none=True) for item in answer.output]
+    results = [
+        {"type": "function_call_output", "call_id": "call_0", "output": "2"},
+        {"type": "custom_tool_call_output", "call_id": "call_1", "output": "ok"},
+    ]
+    assert (await ask([*items, *said, *results])).output_text == "done"
+    repeated = server.requests[-1].body["messages"][2]["tool_calls"]
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in repeated] == made
 
 
 async def test_a_stream_is_kept_alive_and_ends_with_the_refusal_in_its_shape(

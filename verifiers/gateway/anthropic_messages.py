@@ -17,8 +17,11 @@ from verifiers.gateway.calls import (
     AgentCall,
     RefusedCallError,
     function_call,
+    joined_contents,
     joined_text,
     named_event,
+    note_left_out,
+    one_system_message,
     reasoning_of,
     refuse_unsupported,
     text_pieces,
@@ -33,8 +36,9 @@ _COUNT: TypeAdapter[Any] = TypeAdapter(MessageCountTokensParams)
 _MESSAGE: TypeAdapter[Any] = TypeAdapter(MessageParam)
 _READ = frozenset(
     {"model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream", "metadata",
-     "thinking", "service_tier", "cache_control", "betas", "output_config", "inference_geo"}
+     "thinking", "service_tier", "cache_control", "betas", "output_config", "inference_geo", "context_management"}
 )  # fmt: skip
+_BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -53,22 +57,27 @@ class MessagesWire:
 
     def read(self, body: Any, session: Session) -> AgentCall:
         checked = validated_body(_COUNT if self._counts_only else _BODY, body, messages=[])
-        refuse_unsupported(
-            body, _READ | SAMPLING_ARGUMENTS, {"mcp_servers": ([],), "context_management": ({"edits": []},)}
-        )
+        if body.get("thread") is not None:
+            # the SDK goes on without threads where the error has this code
+            raise RefusedCallError("thread is not supported here; leave it out.", code="thread_unsupported_request")
+        refuse_unsupported(body, _READ | SAMPLING_ARGUMENTS, {"mcp_servers": ([],)})
         given = body.get("messages")
         if not isinstance(given, list):
             raise RefusedCallError("messages: give a list.")
         messages: list[dict[str, Any]] = []
-        system = joined_text(body.get("system"), ("text",))
+        system = joined_text(_without_billing(body.get("system")), ("text",))
         if system:
             messages.append({"role": "system", "content": system})
         for place, message in enumerate(given):
             validated(_MESSAGE, message, f"messages.{place}")
             messages += _messages(message, place, session)
-        arguments: dict[str, Any] = {"messages": messages}
+        if messages and messages[-1]["role"] == "assistant" and not self._counts_only:
+            text = "the last message is the assistant's, and answers are not continued here; end with the user's."
+            raise RefusedCallError(text, code="unsupported_value")
+        arguments: dict[str, Any] = {"messages": _alternating(one_system_message(messages))}
         if body.get("tools"):
-            arguments["tools"] = [_tool(tool) for tool in body["tools"]]
+            arguments["tools"] = [_tool(tool) for tool in body["tools"] if _is_own(tool)]
+        if arguments.get("tools"):
             choice = body.get("tool_choice") or {"type": "auto"}
             arguments["tool_choice"] = _CHOICES.get(choice["type"]) or {
                 "type": "function",
@@ -76,6 +85,7 @@ class MessagesWire:
             }
             if choice.get("disable_parallel_tool_use"):
                 arguments["parallel_tool_calls"] = False
+        _check_context(body.get("context_management") or {})
         if body.get("stop_sequences"):
             arguments["stop"] = body["stop_sequences"]
         wanted = body.get("output_config") or {}
@@ -143,7 +153,8 @@ class MessagesWire:
         if refusal.code == "context_length_exceeded":
             # clients recognize the error by these words
             text = f"prompt is too long: {text}"
-        return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
+        details = {"details": {"error_code": refusal.code}} if refusal.code == "thread_unsupported_request" else {}
+        return {"type": "error", "error": {"type": kind, "message": text, **details}, "request_id": None}
 
     def error_event(self, refusal: RefusedCallError) -> bytes:
         return named_event(self.error(refusal))
@@ -195,6 +206,8 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
             calls.append(function_call(block["id"], block["name"], arguments))
         elif kind == "tool_result":
             output = joined_text(block.get("content") or "", ("text",))
+            if block.get("is_error") and isinstance(output, str) and "error" not in output[:40].lower():
+                output = f"Error: {output}"
             if not isinstance(output, str):
                 output = [_part(part, place) for part in output]
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": output})
@@ -222,15 +235,51 @@ def _part(block: Mapping[str, Any], place: int) -> dict[str, Any]:
     )
 
 
+def _is_own(tool: Mapping[str, Any]) -> bool:
+    """Return whether the agent runs a tool; one that Anthropic's servers run is left out."""
+    is_own = tool.get("type") in (None, "custom") and "input_schema" in tool
+    if not is_own:
+        note_left_out(f"tools of type {tool.get('type')!r:.40}")
+    return is_own
+
+
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom") or "input_schema" not in tool:
-        raise RefusedCallError(
-            f"the tool {tool.get('name')!r} runs on Anthropic's servers; give tools with an input_schema alone.",
-            code="unsupported_value",
-        )
     function = {
         "name": tool["name"],
         "description": tool.get("description") or "",
         "parameters": tool["input_schema"],
     }
     return {"type": "function", "function": function}
+
+
+def _check_context(management: Mapping[str, Any]) -> None:
+    """Refuse edits of the conversation that would change what the policy sees."""
+    for edit in management.get("edits") or ():
+        keeps_all = str(edit.get("type")).startswith("clear_thinking") and edit.get("keep") == "all"
+        if not keeps_all:
+            text = (
+                f"context_management: the edit {edit!r:.100} is not supported here; edit the messages that you send."
+            )
+            raise RefusedCallError(text, code="unsupported_value")
+
+
+def _without_billing(system: Any) -> Any:
+    """Return the system prompt without Claude Code's billing header, which differs from call to call."""
+    if isinstance(system, list):
+        return [part for part in system if not str(part.get("text", "")).startswith(_BILLING)]
+    return system
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with neighbours of one role as one, as Anthropic's API takes them."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last: dict[str, Any] = joined[-1] if joined else {"role": ""}
+        if message["role"] != last["role"] or message["role"] == "tool":
+            joined.append(message)
+            continue
+        last["content"] = joined_contents([one["content"] for one in (last, message) if one["content"]])
+        for name in ("reasoning_content", "tool_calls"):
+            if message.get(name):
+                last[name] = last[name] + message[name] if last.get(name) else message[name]
+    return joined

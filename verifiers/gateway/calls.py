@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from verifiers.gateway.session import Session
+
+logger = logging.getLogger("verifiers.gateway")
 
 SAMPLING_ARGUMENTS = frozenset(
     {
@@ -219,6 +223,28 @@ def joined_text(parts: Any, kinds: Collection[str]) -> Any:
     if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
+
+
+@functools.lru_cache(maxsize=100)
+def note_left_out(what: str) -> None:
+    """Say once that an agent's calls go to the policy without something that its provider would run."""
+    logger.warning("%s are left out: the provider's own servers run them, or its models alone know them", what)
+
+
+def one_system_message(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with all system messages as one at the start, as vLLM does: many templates know no other."""
+    given = [dict(message) for message in messages]
+    system = [message["content"] for message in given if message["role"] == "system"]
+    rest = [message for message in given if message["role"] != "system"]
+    return [{"role": "system", "content": joined_contents(system)}, *rest] if system else rest
+
+
+def joined_contents(contents: Sequence[Any]) -> Any:
+    """Return the contents of several messages as that of one: texts apart by an empty line, or the parts of all."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents]
+    return [part for content in parts for part in content]
 
 
 def text_pieces(text: str) -> Iterator[str]:

@@ -145,6 +145,7 @@ class Gateway:
             for path, wire in self._formats.items():
                 app.router.add_post(root + path, functools.partial(self._serve, wire, path))
             app.router.add_get(f"{root}/models", self._models)
+            app.router.add_get(f"{root}/models/{{name:.+}}", self._models)
             for path in ANTHROPIC:
                 if path not in self._formats:
                     app.router.add_post(root + path, self._without_anthropic)
@@ -250,7 +251,15 @@ class Gateway:
             session = self._session_of(request)
         except RefusedCallError as refusal:
             return _refused(wire, refusal)
-        return json_response(_listed([session.model, *session.helpers], is_anthropic=is_anthropic))
+        listed = _listed([session.model, *session.helpers], is_anthropic=is_anthropic)
+        name = request.match_info.get("name")
+        if name is None:
+            return json_response(listed)
+        for model in listed["data"]:
+            if model["id"] == name:
+                return json_response(model)
+        text = f"there is no model {name!r} here; ask for {', '.join(model['id'] for model in listed['data'])}."
+        return _refused(wire, RefusedCallError(text, status=404, code="model_not_found"))
 
     async def _without_anthropic(self, request: web.Request) -> web.StreamResponse:
         text = (

@@ -112,6 +112,9 @@ class OpenAIWire:
             "model": answer["model"],
         }
         choice = answer["choices"][0]
+        if call.echo["include_usage"]:
+            # as OpenAI has it: null in every event but the last
+            head["usage"] = None
 
         def chunk(reason: str | None = None, **content: Any) -> bytes:
             return data_event(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from openai.types.responses import ResponseInputItemParam
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as Params
 from pydantic import TypeAdapter
 
@@ -18,26 +18,29 @@ from verifiers.gateway.calls import (
     function_call,
     joined_text,
     named_event,
+    note_left_out,
+    one_system_message,
     openai_error,
     reasoning_of,
     refuse_unsupported,
     text_pieces,
-    validated,
     validated_body,
     without_none,
 )
-from verifiers.gateway.session import Session
+from verifiers.gateway.session import Session, read_arguments
 from verifiers.inference.endpoint import CHAT
 
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
-_ITEM: TypeAdapter[Any] = TypeAdapter(ResponseInputItemParam)
 _READ = frozenset(
     {"model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "text",
      "reasoning", "previous_response_id", "stream", "stream_options", "include", "metadata", "store", "user",
-     "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "max_tool_calls"}
+     "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "max_tool_calls",
+     "client_metadata"}
 )  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",)}
 _TEXT = ("input_text", "output_text", "text")
+_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Parameters of the function that a `custom` tool is to a chat model: its one free text."""
 
 
 class ResponsesWire:
@@ -46,7 +49,8 @@ class ResponsesWire:
     keep_alive = b": generating\n\n"
 
     def read(self, body: Any, session: Session) -> AgentCall:
-        checked = validated_body(_BODY, body, input="")
+        # items and tools apart: the SDK's types ask for fields that the API lets one leave out
+        checked = validated_body(_BODY, body, input="", tools=[])
         refuse_unsupported(body, _READ | SAMPLING_ARGUMENTS, _NEUTRAL)
         said: list[dict[str, Any]] = []
         if checked.get("previous_response_id"):
@@ -61,9 +65,10 @@ class ResponsesWire:
         # instructions are of one call: what is continued by its id is `said`
         instructions = checked.get("instructions")
         messages = [{"role": "system", "content": instructions}, *said] if instructions else said
-        arguments: dict[str, Any] = {"messages": messages}
-        if body.get("tools"):
-            arguments["tools"] = [_tool(tool) for tool in body["tools"]]
+        arguments: dict[str, Any] = {"messages": one_system_message(messages)}
+        tools = list(_functions(body.get("tools") or ()))
+        if tools:
+            arguments["tools"] = tools
             choice = body.get("tool_choice")
             if choice is not None:
                 arguments["tool_choice"] = _tool_choice(choice)
@@ -86,7 +91,8 @@ class ResponsesWire:
             {
                 name: body.get(name)
                 for name in ("instructions", "tools", "tool_choice", "metadata", "previous_response_id")
-            },
+            }
+            | {"said": said},
         )
 
     def answer(self, completion: Mapping[str, Any], call: AgentCall, session: Session) -> dict[str, Any]:
@@ -103,22 +109,11 @@ class ResponsesWire:
             output.append(
                 {"id": _new("msg"), "type": "message", "role": "assistant", "status": status, "content": [part]}
             )
-        output += [
-            {
-                "id": _new("fc"),
-                "type": "function_call",
-                "call_id": made["id"],
-                "name": made["function"]["name"],
-                "arguments": made["function"]["arguments"],
-                "status": "completed",
-            }
-            for made in message.get("tool_calls") or ()
-        ]
+        output += [_call_item(made, call.echo["tools"] or ()) for made in message.get("tool_calls") or ()]
         usage = completion.get("usage") or {}
         read, sampled = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         response_id = _new("resp")
-        messages = list(call.arguments["messages"])[1 if call.echo["instructions"] else 0 :]
-        session.remember_conversation(response_id, [*messages, dict(message)])
+        session.remember_conversation(response_id, [*call.echo["said"], dict(message)])
         return {
             "id": response_id,
             "object": "response",
@@ -163,7 +158,7 @@ def _events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "response.in_progress", "response": begun}
     for place, item in enumerate(answer["output"]):
         at = {"output_index": place, "item_id": item["id"]}
-        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        empty: dict[str, Any] = {name: "" for name in ("arguments", "input") if name in item} or {"content": []}
         added = {**item, **empty, **({"status": "in_progress"} if "status" in item else {})}
         yield {"type": "response.output_item.added", "output_index": place, "item": added}
         if item["type"] == "function_call":
@@ -171,6 +166,10 @@ def _events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             for piece in text_pieces(item["arguments"]):
                 yield {"type": "response.function_call_arguments.delta", **at, "delta": piece}
             yield {"type": "response.function_call_arguments.done", **named, "arguments": item["arguments"]}
+        elif item["type"] == "custom_tool_call":
+            for piece in text_pieces(item["input"]):
+                yield {"type": "response.custom_tool_call_input.delta", **at, "delta": piece}
+            yield {"type": "response.custom_tool_call_input.done", **at, "input": item["input"]}
         else:
             yield from _content_events(item["content"], at)
         yield {"type": "response.output_item.done", "output_index": place, "item": item}
@@ -196,33 +195,33 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
     for place, given in enumerate(items):
         if not isinstance(given, dict):
             raise RefusedCallError(f"input.{place}: give an object.")
-        given = without_none(given)
-        item = given if "type" in given or "role" not in given else {"type": "message", **given}
-        validated(_ITEM, item, f"input.{place}")
-        kind = item.get("type")
+        item = without_none(given)
+        kind = item.get("type", "message")
         if kind == "message":
-            role = "system" if item["role"] == "developer" else item["role"]
-            content = joined_text(item["content"], _TEXT)
-            if isinstance(content, list):
-                content = [_part(part, place) for part in content]
+            role, content = _text(item, "role", place), _content(item.get("content"), f"{place}.content")
+            if role not in ("user", "assistant", "system", "developer"):
+                raise RefusedCallError(f"input.{place}.role: {role!r:.40} is none of the API's roles.")
             if role == "assistant" and _is_open(messages):
                 messages[-1]["content"] = content
             else:
-                messages.append({"role": role, "content": content})
+                messages.append({"role": "system" if role == "developer" else role, "content": content})
         elif kind == "reasoning":
-            text = "".join(part["text"] for part in item.get("content") or ())
+            text = _content(item.get("content") or "", f"{place}.content")
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             if not (messages and messages[-1]["role"] == "assistant"):
                 messages.append({"role": "assistant", "content": ""})
-            arguments = session.arguments_text(item["call_id"], item["arguments"])
-            made = function_call(item["call_id"], item["name"], arguments)
+            call_id, name = _text(item, "call_id", place), _text(item, "name", place)
+            if kind == "custom_tool_call":
+                arguments = json.dumps({"input": _text(item, "input", place)}, ensure_ascii=False)
+            else:
+                arguments = _text(item, "arguments", place)
+            made = function_call(call_id, _chat_name(name, item.get("namespace")), arguments)
+            made["function"]["arguments"] = session.arguments_text(call_id, arguments)
             messages[-1].setdefault("tool_calls", []).append(made)
-        elif kind == "function_call_output":
-            output = joined_text(item["output"], _TEXT)
-            if not isinstance(output, str):
-                output = [_part(part, place) for part in output]
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            output = _content(item.get("output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", place), "content": output})
         else:
             raise RefusedCallError(
                 f"input.{place} is of type {kind!r}, which is not supported here; send messages, function calls and "
@@ -232,27 +231,76 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
     return messages
 
 
+def _text(item: Mapping[str, Any], name: str, place: int | str) -> str:
+    if not isinstance(item.get(name), str):
+        raise RefusedCallError(f"input.{place}.{name}: give a text.")
+    return str(item[name])
+
+
+def _content(value: Any, place: str) -> Any:
+    """Return a text, or parts as chat messages have them."""
+    if not isinstance(value, list):
+        return _text({"": value}, "", place)
+    return joined_text([_part(part, place) for part in value], ("text",))
+
+
 def _is_open(messages: list[dict[str, Any]]) -> bool:
     """Return whether the last message is the policy's reasoning, whose text is still to come."""
     last = messages[-1] if messages else {}
     return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
 
 
-def _part(part: Mapping[str, Any], place: int) -> dict[str, Any]:
-    if part["type"] in _TEXT:
-        return {"type": "text", "text": part["text"]}
-    if part["type"] == "input_image" and part.get("image_url"):
-        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-    raise RefusedCallError(f"input.{place} has a part of type {part['type']!r}, which is not supported here.")
+def _part(part: Any, place: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in (*_TEXT, "reasoning_text"):
+        return {"type": "text", "text": _text(part, "text", place)}
+    if kind == "input_image" and part.get("image_url"):
+        return {"type": "image_url", "image_url": {"url": _text(part, "image_url", place)}}
+    raise RefusedCallError(f"input.{place} has a part of type {kind!r:.40}, which is not supported here.")
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RefusedCallError(
-            f"a tool of type {tool.get('type')!r} runs on OpenAI's servers; give functions alone.",
-            code="unsupported_value",
-        )
-    return {"type": "function", "function": {n: v for n, v in tool.items() if n != "type" and v is not None}}
+def _functions(tools: Any, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield what the policy can call: functions, those of namespaces, and free texts; the provider's are left out."""
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
+        raise RefusedCallError("tools: give a list of objects.")
+    for tool in tools:
+        kind = tool.get("type")
+        if kind not in ("function", "namespace", "custom"):
+            note_left_out(f"tools of type {kind!r:.40}")
+            continue
+        if not isinstance(tool.get("name"), str):
+            raise RefusedCallError(f"a tool of type {kind!r} has no name.")
+        if kind == "namespace":
+            yield from _functions(tool.get("tools") or (), tool["name"])
+            continue
+        known = ("description", "strict") if kind == "custom" else ("description", "parameters", "strict")
+        fields = {name: tool[name] for name in known if tool.get(name) is not None}
+        if kind == "custom":
+            fields["parameters"] = _CUSTOM
+        yield {"type": "function", "function": {"name": _chat_name(tool["name"], namespace), **fields}}
+
+
+def _chat_name(name: str, namespace: str | None) -> str:
+    """Return what a function of a namespace is called where there are none."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _call_item(made: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a call as the agent named its tool: within its namespace, or as the free text of a custom tool."""
+    name, arguments = made["function"]["name"], made["function"]["arguments"]
+    common = {"call_id": made["id"], "status": "completed"}
+    for tool in tools:
+        if tool.get("type") == "custom" and tool["name"] == name:
+            said = read_arguments(arguments)
+            text = said.get("input", said.get("arguments"))
+            given = text if isinstance(text, str) else arguments
+            return {"id": _new("ctc"), "type": "custom_tool_call", **common, "name": name, "input": given}
+    item = {"id": _new("fc"), "type": "function_call", **common, "name": name, "arguments": arguments}
+    for space in tools:
+        for inner in (space.get("tools") or ()) if space.get("type") == "namespace" else ():
+            if _chat_name(inner["name"], space["name"]) == name:
+                return {**item, "name": inner["name"], "namespace": space["name"]}
+    return item
 
 
 def _tool_choice(choice: Any) -> Any:

@@ -60,6 +60,7 @@ class Service:
         self.engine = Engine(
             loaded.model,
             decode=self.text.decode,
+            is_byte=self.text.is_byte,
             slots=slots,
             max_model_len=loaded.max_model_len,
             threads=threads,

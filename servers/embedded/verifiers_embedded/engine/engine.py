@@ -16,7 +16,7 @@ from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.decoding import Record
 from verifiers_embedded.engine.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
 from verifiers_embedded.engine.sampling import NoiseStream
-from verifiers_embedded.engine.stopping import Decode, StopMatcher
+from verifiers_embedded.engine.stopping import Decode, IsByte, StopMatcher, no_byte
 from verifiers_embedded.engine.weights import Copies, copy_weights
 from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped, GrammarFailed
 
@@ -44,7 +44,8 @@ class Engine:
 
     Args:
         model: a causal language model of transformers, frozen and in eval mode, on its device.
-        decode: token ids to text without special tokens, for stop strings; called from the engine's thread.
+        decode, is_byte: token ids to text without special tokens, for stop strings, and which of them are single
+            bytes; called from the engine's thread.
         max_model_len: most tokens of one sequence, prompt and completion together.
         prefix_bytes: memory for keys and values of finished sequences; a prompt that begins like one of them
             is computed from there on. A reload empties it.
@@ -58,6 +59,7 @@ class Engine:
         model: Any,
         *,
         decode: Decode,
+        is_byte: IsByte = no_byte,
         slots: int,
         max_model_len: int,
         threads: int | None = None,
@@ -66,7 +68,7 @@ class Engine:
         cache_tokens: int | None = None,
     ) -> None:
         self._model = model
-        self._decode = decode
+        self._decode, self._is_byte = decode, is_byte
         self._slots = slots
         self._threads = threads
         self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens)
@@ -139,7 +141,7 @@ class Engine:
         return [sequence.future for sequence in sequences]
 
     def _sequence(self, request: GenerationRequest, watcher: Watcher | None) -> Sequence:
-        matcher = StopMatcher(self._decode, request.stop) if request.stop else None
+        matcher = StopMatcher(self._decode, request.stop, self._is_byte) if request.stop else None
         noise = NoiseStream(request.sampling.seed)
         guide = None if request.grammar is None else request.grammar.begin()
         prompt = list(request.prompt_ids)

@@ -10,15 +10,25 @@ Decode = Callable[[Sequence[int]], str]
 _REPLACEMENT = "\ufffd"
 
 
+IsByte = Callable[[int], bool]
+"""Whether a token is a single byte, which is read together with the bytes beside it."""
+
+
+def no_byte(token: int) -> bool:
+    """Return False: a vocabulary without such tokens."""
+    return False
+
+
 class GrowingText:
     """The text of a completion, token by token.
 
     Tokens are decoded a few at a time, behind a short context of earlier ones, so a completion of T tokens
-    costs O(T). Characters that are spread over several tokens are waited for.
+    costs O(T). Characters that are spread over several tokens are waited for, and the end of a run of bytes, of which
+    one that is no character spoils the others.
     """
 
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+    def __init__(self, decode: Decode, is_byte: IsByte = no_byte) -> None:
+        self._decode, self._is_byte = decode, is_byte
         self._ids: list[int] = []
         self._context_ids = 0
 
@@ -30,7 +40,7 @@ class GrowingText:
         self._ids.append(token)
         context = self._decode(self._ids[: self._context_ids])
         text = self._decode(self._ids)[len(context) :]
-        if text.endswith(_REPLACEMENT):
+        if text.endswith(_REPLACEMENT) or self._is_byte(token):
             # Genuine replacement characters are given out with the token that follows.
             return "", text.rstrip(_REPLACEMENT)
         self._ids = self._ids[self._context_ids :]
@@ -39,8 +49,8 @@ class GrowingText:
 
 
 class StopMatcher:
-    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
-        self._text = GrowingText(decode)
+    def __init__(self, decode: Decode, stop: Sequence[str], is_byte: IsByte = no_byte) -> None:
+        self._text = GrowingText(decode, is_byte)
         self._stop = tuple(stop)
         self._overlap = max(len(text) for text in stop) - 1
         self._tail = ""
@@ -63,9 +73,11 @@ class SendableText:
         held: strings that are given out whole, so that a reader of the text can act on them.
     """
 
-    def __init__(self, decode: Decode, ends: Sequence[str], held: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Decode, ends: Sequence[str], held: Sequence[str] = (), is_byte: IsByte = no_byte
+    ) -> None:
         self.text = ""
-        self._growing = GrowingText(decode)
+        self._growing = GrowingText(decode, is_byte)
         self._ends = tuple(ends)
         self._held = (*ends, *held)
         self._pending = ""
@@ -95,5 +107,10 @@ class SendableText:
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Return `text` up to the first place where one of `stop` begins; all of it where none occurs."""
-    places = [place for place in (text.find(item) for item in stop) if place >= 0]
-    return text[: min(places)] if places else text
+    found = first_stop(text, stop)
+    return text if found is None else text[: text.index(found)]
+
+
+def first_stop(text: str, stop: Sequence[str]) -> str | None:
+    """Return the one of `stop` that begins first in `text`; None where none occurs."""
+    return min((item for item in stop if item in text), key=text.index, default=None)

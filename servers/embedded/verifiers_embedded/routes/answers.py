@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verifiers_embedded.engine.generation import Generation
-from verifiers_embedded.engine.stopping import cut_at_stop
+from verifiers_embedded.engine.stopping import cut_at_stop, first_stop
 from verifiers_embedded.routes.requests import ChatRequest, Delivery, DerenderRequest, TextRequest, TokenRequest
 from verifiers_embedded.text.prompts import ChatText, begun_by, split_reasoning
 from verifiers_embedded.text.tool_calls import call_id
@@ -31,7 +31,7 @@ def chat_completion(
         choice = {"index": index, "message": message, "logprobs": None}
         if request.wants_logprobs:
             choice["logprobs"] = chat_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
-        choice |= finish_fields(generation, bool(message.get("tool_calls")))
+        choice |= chat_end(request, generation, message, text)
         if request.return_token_ids:
             choice["token_ids"] = generation.token_ids
         choices.append(choice)
@@ -52,11 +52,12 @@ def text_completion(
     choices = []
     for index, generation in enumerate(generations):
         prompt_text, prompt_ids = prompts[index // request.n]
-        said = cut_at_stop(text.decode(generation.token_ids), request.stop_strings)
+        whole = text.decode(generation.token_ids)
+        said = cut_at_stop(whole, request.stop_strings)
         choice = {"index": index, "text": prompt_text + said if request.echo else said, "logprobs": None}
         if request.wants_logprobs:
             choice["logprobs"] = text_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
-        choice |= finish_fields(generation)
+        choice |= {**finish_fields(generation), "stop_reason": first_stop(whole, request.stop_strings)}
         if request.return_token_ids:
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": generation.token_ids}
         choices.append(choice)
@@ -75,6 +76,7 @@ def token_generation(request: TokenRequest, generations: Sequence[Generation], t
 
 
 def derendered(request: DerenderRequest, model_name: str, text: ChatText) -> dict[str, Any]:
+    text.check_tools(request.chat_request.shown_tools)
     prompt_ids = request.prompt_token_ids or []
     generations = [
         Generation(each.token_ids, [], each.finish_reason, []) for each in request.generate_response.choices
@@ -83,7 +85,7 @@ def derendered(request: DerenderRequest, model_name: str, text: ChatText) -> dic
     for index, generation in enumerate(generations):
         message = chat_message(request.chat_request, prompt_ids, generation, text)
         choice = {"index": index, "message": message, "logprobs": None}
-        choices.append(choice | finish_fields(generation, bool(message.get("tool_calls"))))
+        choices.append(choice | chat_end(request.chat_request, generation, message, text))
     body = head("chatcmpl", "chat.completion", request.chat_request) | {"model": model_name}
     return body | {"choices": choices, "usage": usage([prompt_ids], generations)}
 
@@ -101,7 +103,10 @@ def chat_message(
             message["reasoning_content"] = reasoning
     if not request.shown_tools:
         return message
-    answer = text.divide(generation.token_ids, said)
+    marked = cut_at_stop(text.decode_with_marks(generation.token_ids), request.stop_strings)
+    if text.splits_reasoning:
+        marked = split_reasoning(marked, begun_by(text.decode_all(prompt_ids[-8:])))[1]
+    answer = text.divide(marked, said, request.shown_tools)
     calls = answer.calls if request.parallel_tool_calls else answer.calls[:1]
     if calls:
         message["content"] = answer.content or None
@@ -114,6 +119,12 @@ def chat_message(
             for place, call in enumerate(calls)
         ]
     return message
+
+
+def chat_end(request: ChatRequest, generation: Generation, message: dict[str, Any], text: ChatText) -> dict[str, Any]:
+    """Return why a chat completion ended; a call that was asked for by name is the answer, and no reason."""
+    fields = finish_fields(generation, bool(message.get("tool_calls")) and request.named_tool is None)
+    return {**fields, "stop_reason": first_stop(text.decode(generation.token_ids), request.stop_strings)}
 
 
 def head(prefix: str, kind: str, delivery: Delivery) -> dict[str, Any]:
@@ -159,18 +170,27 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """Return log-probabilities in the form of completions; `offset` is where the first token's text begins."""
     names, offsets, tops = [], [], []
-    for token_id, others in zip(ids, likeliest, strict=True):
+    for token_id, log_prob, others in zip(ids, log_probs, likeliest, strict=True):
         name = text.token(token_id)[0]
         names.append(name)
         offsets.append(offset)
-        offset += len(name)
-        tops.append({text.token(other)[0]: value for other, value in others} or None)
+        offset += shown_length(text, token_id, offset)
+        top = {text.token(other)[0]: value for other, value in others}
+        # the sampled token is always among them, as OpenAI has it
+        tops.append({**top, name: log_prob} if top else None)
     return {
         "tokens": names,
         "token_logprobs": list(log_probs),
         "top_logprobs": tops if any(tops) else None,
         "text_offset": offsets,
     }
+
+
+def shown_length(text: ChatText, token_id: int, offset: int) -> int:
+    """Return the characters of a token in a text, where a first word of SentencePiece has no space before it."""
+    name = text.token(token_id)[0]
+    has_lost_space = offset == 0 and name.startswith(" ") and not text.decode([token_id]).startswith(" ")
+    return len(name) - has_lost_space
 
 
 def _token(text: ChatText, token_id: int, log_prob: float) -> dict[str, Any]:

@@ -369,7 +369,7 @@ class Routes:
 
     async def _render(self, chat: Conversation) -> list[int]:
         messages = [message.for_template() for message in chat.messages]
-        arguments = (messages, chat.chat_template_kwargs, chat.shown_tools)
+        arguments = (messages, chat.template_arguments, chat.shown_tools)
         if chat.text_length < _INLINE_CHARACTERS:
             return self._text.render(*arguments)
         # Long texts would hold up the event loop; one at a time, as tokenizers are not made for several

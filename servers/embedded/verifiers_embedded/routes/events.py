@@ -17,10 +17,12 @@ from verifiers_embedded.engine.generation import Generation
 from verifiers_embedded.engine.generation import Sequence as Growing
 from verifiers_embedded.engine.stopping import SendableText, cut_at_stop
 from verifiers_embedded.routes.answers import (
+    chat_end,
     chat_logprobs,
     chat_message,
     finish_fields,
     head,
+    shown_length,
     text_logprobs,
     token_generation,
     usage,
@@ -169,7 +171,8 @@ class ChatWriter(Writer):
         self._waits_for_all = "" in marks
         ends = (*request.stop_strings, *(mark for mark in marks if mark))
         held = (OPENING, CLOSING) if text.splits_reasoning else ()
-        self._sendable = [SendableText(text.decode, ends, held) for _ in range(request.n)]
+        decode = text.decode_with_marks if request.shown_tools else text.decode
+        self._sendable = [SendableText(decode, ends, held, text.is_byte) for _ in range(request.n)]
         self._sent = [("", "") for _ in range(request.n)]
 
     def first(self, index: int) -> dict[str, Any]:
@@ -199,7 +202,7 @@ class ChatWriter(Writer):
         calls = message.get("tool_calls") or []
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        end = self.event(index, delta={}, **finish_fields(generation, bool(calls)))
+        end = self.event(index, delta={}, **chat_end(self._request, generation, message, self._text))
         return [self.event(index, delta=delta), end] if delta else [end]
 
     def _delta(self, index: int, reasoning: str, content: str) -> dict[str, Any]:
@@ -220,7 +223,7 @@ class TextWriter(Writer):
         super().__init__(head("cmpl", "text_completion", request), [ids for _, ids in prompts])
         self._request, self._texts, self._text = request, [said for said, _ in prompts], text
         choices = len(prompts) * request.n
-        self._sendable = [SendableText(text.decode, request.stop_strings) for _ in range(choices)]
+        self._sendable = [SendableText(text.decode, request.stop_strings, (), text.is_byte) for _ in range(choices)]
         self._sent = [0] * choices
         self._offsets = [0] * choices
 
@@ -240,7 +243,8 @@ class TextWriter(Writer):
         if self._request.wants_logprobs:
             offset = self._offsets[index]
             event["choices"][0]["logprobs"] = text_logprobs(self._text, ids, log_probs, likeliest, offset)
-            self._offsets[index] += sum(len(self._text.token(token)[0]) for token in ids)
+            for token in ids:
+                self._offsets[index] += shown_length(self._text, token, self._offsets[index])
         if self._request.return_token_ids:
             event["choices"][0]["token_ids"] = ids
         return event

@@ -166,6 +166,13 @@ class Conversation(Body):
     messages: Messages
     tools: Tools = Field(default_factory=list)
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    # a wish that a template may know how to tell the model
+    reasoning_effort: Text | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        wish = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**wish, **self.chat_template_kwargs}
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -291,7 +298,7 @@ class ChatRequest(Conversation, Constrained, Delivery, Decoding):
                 f"field 'top_logprobs' is {self.top_logprobs}, which needs 'logprobs': true",
                 param="top_logprobs",
             )
-        names, named = self._tool_names, self._named_tool
+        names, named = self._tool_names, self.named_tool
         if self.tool_choice not in ("auto", "none") and not names:
             raise ApiError(
                 "field 'tool_choice' asks for a call, which needs 'tools' to choose from", param="tool_choice"
@@ -310,13 +317,14 @@ class ChatRequest(Conversation, Constrained, Delivery, Decoding):
         return tuple(tool["function"]["name"] for tool in super().shown_tools)
 
     @property
-    def _named_tool(self) -> str | None:
+    def named_tool(self) -> str | None:
+        """Name of the function that must be called; None where the model chooses."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def forced(self) -> tuple[str, ...]:
         """Names of the functions one of which must be called; none where none must."""
-        named = self._named_tool
+        named = self.named_tool
         if named is not None:
             return (named,)
         return self._tool_names if self.tool_choice == "required" else ()
@@ -405,6 +413,7 @@ class TokenizeRequest(RequestBody):
     messages: Messages | None = None
     tools: Tools = Field(default_factory=list)
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    reasoning_effort: Text | None = None
     add_special_tokens: Flag = True
     return_token_strs: Flag = False
 
@@ -418,7 +427,10 @@ class TokenizeRequest(RequestBody):
     def conversation(self) -> Conversation:
         assert self.messages is not None
         return Conversation.model_construct(
-            messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
         )
 
 

@@ -8,7 +8,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from verifiers_embedded.errors import ApiError, StartError
-from verifiers_embedded.text.tool_calls import FORMATS, KEEPS_SPECIAL_TOKENS, Answer, format_of_template
+from verifiers_embedded.text.tool_calls import FORMATS, MARKS, WHOLE, Answer, format_of_template, parameters_of
+
+_SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
 
 OPENING, CLOSING = "<think>", "</think>"
 
@@ -39,6 +42,7 @@ class ChatText:
         self._template = _template_text(tokenizer)
         named = None if tool_format == "none" else tool_format
         self.tool_format = format_of_template(self._template) if named == "auto" else named
+        self._calls_are_unread = named == "auto" and self.tool_format is None
         self._names: dict[int, tuple[str, list[int]]] = {}
 
     def render(
@@ -56,12 +60,7 @@ class ChatText:
                 "the served model's tokenizer has no chat template; save one with the tokenizer",
                 param="messages",
             )
-        if tools and "tools" not in self._template:
-            raise ApiError(
-                "the served model's chat template does not mention tools, so the model would not see them; "
-                "leave 'tools' out and describe them in a message, or serve a model made for tools",
-                param="tools",
-            )
+        self.check_tools(tools)
         try:
             ids = self._tokenizer.apply_chat_template(
                 [self._for_template(message) for message in messages],
@@ -77,12 +76,46 @@ class ChatText:
             raise ApiError(f"the chat template refused the messages: {error}", param="messages") from error
         return [int(value) for value in ids]
 
+    def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
+        """Raise ApiError for tools that the template does not show, or whose calls would not be read."""
+        if tools and "tools" not in self._template:
+            raise ApiError(
+                "the served model's chat template does not mention tools, so the model would not see them; "
+                "leave 'tools' out and describe them in a message, or serve a model made for tools",
+                param="tools",
+            )
+        if tools and self._calls_are_unread:
+            raise ApiError(
+                "the served model's chat template writes calls of tools in a format that is not read here; leave "
+                "'tools' out, or serve the model with --tool-call-parser none, which leaves its calls in the text",
+                param="tools",
+            )
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [int(value) for value in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def decode_with_marks(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids, of special tokens those alone that are marks of the model's calls."""
+        hidden = self._hidden_ids
+        return self._tokenizer.decode([token for token in ids if token not in hidden]) if hidden else self.decode(ids)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """Special tokens but those that mark calls; empty where no mark is a special token."""
+        added = {token: str(one) for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        named = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=False))
+        special = {**named, **added}
+        marks = {token for token, name in special.items() if name in MARKS.get(self.tool_format or "", ())}
+        return frozenset(special.keys() - marks) if marks else frozenset()
+
+    def is_byte(self, token: int) -> bool:
+        """Return whether a token is a single byte of a vocabulary with byte fallback."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        return isinstance(piece, str) and len(piece) == 6 and piece.startswith("<0x")
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens included."""
@@ -91,19 +124,18 @@ class ChatText:
     @property
     def call_marks(self) -> tuple[str, ...]:
         """Strings behind which a completion's text must be whole before its calls can be read; "" for all."""
-        if self.tool_format in KEEPS_SPECIAL_TOKENS:
+        if self.tool_format in WHOLE:
             return ("",)
         return ("<tool_call>", "\n<tool_call>") if self.tool_format else ()
 
-    def divide(self, ids: Sequence[int], text: str) -> Answer:
-        """Return a completion as content and tool calls; without a call in the model's format, its text as it is."""
-        if self.tool_format is None:
-            return Answer(text)
-        if self.tool_format in KEEPS_SPECIAL_TOKENS:
-            marked = self._tokenizer.decode([token for token in ids if token != self._tokenizer.eos_token_id])
-            answer = FORMATS[self.tool_format](marked)
-            return answer if answer.calls else Answer(text)
-        return FORMATS[self.tool_format](text)
+    def divide(self, marked: str, text: str, tools: Sequence[dict[str, Any]]) -> Answer:
+        """Return a completion as content and calls of tools; without a call in the model's format, `text` as it is.
+
+        Args:
+            marked: the text with the marks of calls that are special tokens.
+        """
+        answer = FORMATS[self.tool_format](marked, parameters_of(tools)) if self.tool_format else Answer(text)
+        return answer if answer.calls else Answer(text)
 
     @cached_property
     def _arguments_stay_text(self) -> bool:
@@ -124,6 +156,9 @@ class ChatText:
             return False
 
     def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["role"] == "developer" and "developer" not in self._template:
+            # most templates would leave it out without a word
+            message = {**message, "role": "system"}
         calls = message.get("tool_calls")
         if not calls or self._arguments_stay_text:
             return message
@@ -138,10 +173,12 @@ class ChatText:
 
     def _name(self, token_id: int) -> tuple[str, list[int]]:
         text = self._tokenizer.decode([token_id])
-        if "\ufffd" in text:
-            piece = self._tokenizer.convert_ids_to_tokens(token_id)
-            if (known := bytes_of_piece(piece)) is not None:
-                return text, list(known)
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(piece, str) and piece.startswith(_SPACE) and not text.startswith(" "):
+            # SentencePiece drops a space at the beginning of what is decoded
+            text = " " + text
+        if "\ufffd" in text and (known := bytes_of_piece(piece)) is not None:
+            return text, list(known)
         return text, list(text.encode("utf-8"))
 
 

@@ -6,11 +6,12 @@ them again then gives the tokens that were sampled, and the next turn's prompt e
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ _ID_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
+_GLM_PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -32,52 +35,80 @@ class Answer:
     calls: tuple[ToolCall, ...] = ()
 
 
-Parse = Callable[[str], Answer]
+Parameters = Mapping[str, Mapping[str, Any]]
+"""The JSON Schema of each parameter, by function and name."""
+
+Parse = Callable[[str, Parameters], Answer]
 
 
-def parse_hermes(text: str) -> Answer:
+def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Parameters:
+    """Return the schemas of the parameters of a request's tools."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    return {name: schema.get("properties") or {} for name, schema in schemas.items()}
+
+
+def parse_hermes(text: str, parameters: Parameters) -> Answer:
     """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or more: Hermes, Qwen 3."""
     return _tagged(text, _json_call)
 
 
-def parse_qwen3_coder(text: str) -> Answer:
-    """Parse ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>``: Qwen3-Coder.
-
-    A value that is JSON is taken as such, any other as a string.
-    """
-    return _tagged(text, _function_call)
+def parse_qwen3_coder(text: str, parameters: Parameters) -> Answer:
+    """Parse ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>``: Qwen3-Coder."""
+    return _tagged(text, functools.partial(_written_out, parameters=parameters, form=_FUNCTION, pair=_PARAMETER))
 
 
-def parse_llama3_json(text: str) -> Answer:
+def parse_glm(text: str, parameters: Parameters) -> Answer:
+    """Parse ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>``: GLM 4.5."""
+    return _tagged(text, functools.partial(_written_out, parameters=parameters, form=_GLM_CALL, pair=_GLM_PAIR))
+
+
+def parse_llama3_json(text: str, parameters: Parameters) -> Answer:
     """Parse ``{"name": ..., "parameters": {...}}`` and nothing else, or several joined by ";": Llama 3."""
     calls = _json_calls(text.strip().removeprefix("<|python_tag|>"), ";", "")
     return Answer("", calls) if calls else Answer(text)
 
 
-def parse_mistral(text: str) -> Answer:
-    """Parse ``[TOOL_CALLS]`` followed by a JSON list of calls: Mistral."""
-    content, mark, rest = text.partition("[TOOL_CALLS]")
-    rest = rest.strip()
-    calls = _json_calls(rest[1:], ",", "]") if mark and rest.startswith("[") else ()
+def parse_mistral(text: str, parameters: Parameters) -> Answer:
+    """Parse ``[TOOL_CALLS]`` and a JSON list of calls, or ``[TOOL_CALLS]NAME[ARGS]{...}`` once or more: Mistral."""
+    content, *pieces = text.split("[TOOL_CALLS]")
+    rest = pieces[0].strip() if pieces else ""
+    if rest.startswith("["):
+        calls: tuple[ToolCall, ...] = _json_calls(rest[1:], ",", "]")
+    else:
+        found = [_named_call(piece) for piece in pieces]
+        calls = tuple(call for call in found if call is not None) if all(found) else ()
     return Answer(content, calls) if calls else Answer(text)
 
 
 FORMATS: dict[str, Parse] = {
     "hermes": parse_hermes,
     "qwen3_coder": parse_qwen3_coder,
+    "glm45": parse_glm,
     "llama3_json": parse_llama3_json,
     "mistral": parse_mistral,
 }
 """Each format under the name that vLLM's ``--tool-call-parser`` gives it."""
 
-KEEPS_SPECIAL_TOKENS = frozenset({"llama3_json", "mistral"})
-"""Formats whose mark is a special token, which plain decoding leaves out."""
+_TAGS = ("<tool_call>", "</tool_call>")
+MARKS = {
+    "hermes": _TAGS,
+    "qwen3_coder": _TAGS,
+    "glm45": (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+}
+"""Marks of each format, which are special tokens of some tokenizers and then left out by plain decoding."""
+
+WHOLE = frozenset({"llama3_json", "mistral"})
+"""Formats of which no mark may stand before a call, or one that no text keeps: an answer is read when it is whole."""
 
 
 def format_of_template(template: str) -> str | None:
     """Return the format in which a chat template writes calls; None where it writes none that is known here."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
+    if "<arg_key>" in template:
+        return "glm45"
     if "<tool_call>" in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
     if '"parameters"' in template and "tools" in template:
@@ -145,20 +176,53 @@ def _as_written(text: str, key: str, value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _function_call(text: str) -> ToolCall | None:
-    match = _FUNCTION.fullmatch(text)
+def _named_call(text: str) -> ToolCall | None:
+    """Read ``NAME[ARGS]{...}``, perhaps with an id between."""
+    name, _, arguments = text.partition("[ARGS]")
+    name = name.partition("[CALL_ID]")[0].strip()
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return ToolCall(name, arguments.strip()) if name and is_object else None
+
+
+def _written_out(text: str, parameters: Parameters, form: re.Pattern[str], pair: re.Pattern[str]) -> ToolCall | None:
+    """Read a call whose arguments stand between tags, each converted as the tool's schema says."""
+    match = form.fullmatch(text)
     if match is None:
         return None
     name, body = match.groups()
-    if _PARAMETER.sub("", body).strip():
+    if pair.sub("", body).strip():
         return None
-    arguments: dict[str, Any] = {}
-    for key, value in _PARAMETER.findall(body):
-        try:
-            arguments[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            arguments[key] = value
+    schemas = parameters.get(name, {})
+    arguments = {key: _converted(value, schemas.get(key)) for key, value in pair.findall(body)}
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _converted(text: str, schema: Any) -> Any:
+    """Return a value as its schema says; a text where that says string, or nothing of this parameter."""
+    if not isinstance(schema, dict):
+        return text
+    kinds = _kinds(schema)
+    if "string" in kinds:
+        return None if text == "null" and "null" in kinds else text
+    if "boolean" in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the types that a schema allows, as far as it names them."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type")
+    kinds = {named} if isinstance(named, str) else set(named or ())
+    kinds |= {"string" for value in (*schema.get("enum", ()), schema.get("const")) if isinstance(value, str)}
+    return kinds.union(*(_kinds(one) for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())))
 
 
 def _json_calls(text: str, separator: str, end: str) -> tuple[ToolCall, ...]:

@@ -35,7 +35,8 @@ async def test_a_forced_call_is_a_call_that_fits_its_tool(
     answer = await server.chat(seed=5, **fields)
     seen = set()
     for item in answer["choices"]:
-        assert item["finish_reason"] == "tool_calls"
+        # a call that was asked for by name is the answer, and OpenAI gives no reason of its own for it
+        assert item["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
         (call,) = item["message"]["tool_calls"]
         assert not (item["message"]["content"] or "").strip()
         jsonschema.validate(json.loads(call["function"]["arguments"]), ARGUMENTS[call["function"]["name"]])
@@ -49,7 +50,7 @@ async def test_required_allows_several_calls_and_a_name_one(start: Any, byte_lev
     counts = {}
     for choice in ("required", named("add")):
         answer = await server.chat(tool_choice=choice, **fields)
-        ended = [item["message"] for item in answer["choices"] if item["finish_reason"] == "tool_calls"]
+        ended = [item["message"] for item in answer["choices"] if item["finish_reason"] != "length"]
         counts[str(choice)] = {len(message["tool_calls"]) for message in ended}
         for message in ended:
             for call in message["tool_calls"]:

@@ -16,7 +16,6 @@ UNSUPPORTED = {
     "min_tokens": 3,
     "echo": True,
     "guided_json": {},
-    "reasoning_effort": "high",
     "prompt_logprobs": 1,
 }
 

@@ -14,6 +14,7 @@ from verifiers_embedded.text.tool_calls import (
     ToolCall,
     call_id,
     format_of_template,
+    parse_glm,
     parse_hermes,
     parse_llama3_json,
     parse_mistral,
@@ -24,19 +25,19 @@ from verifiers_embedded.text.tool_calls import (
 
 
 def test_arguments_keep_the_bytes_that_the_model_wrote() -> None:
-    answer = parse_hermes('x\n<tool_call>\n{"arguments":  {"a":1,  "b":"\\u00e9"}, "name":"f"}\n</tool_call>')
+    answer = parse_hermes('x\n<tool_call>\n{"arguments":  {"a":1,  "b":"\\u00e9"}, "name":"f"}\n</tool_call>', {})
     assert answer.content == "x"
     assert answer.calls == (ToolCall("f", '{"a":1,  "b":"\\u00e9"}'),)
 
 
 def test_the_key_arguments_inside_the_arguments_is_not_mistaken_for_them() -> None:
     text = '<tool_call>{"name": "f", "note": {"arguments": {"x": 1}}, "arguments": {"x":2}}</tool_call>'
-    assert parse_hermes(text).calls == (ToolCall("f", '{"x":2}'),)
+    assert parse_hermes(text, {}).calls == (ToolCall("f", '{"x":2}'),)
 
 
 def test_several_calls_keep_their_order() -> None:
     text = "".join(f'<tool_call>{{"name": "f{i}", "arguments": {{}}}}</tool_call>\n' for i in range(3))
-    assert [call.name for call in parse_hermes(text).calls] == ["f0", "f1", "f2"]
+    assert [call.name for call in parse_hermes(text, {}).calls] == ["f0", "f1", "f2"]
 
 
 @pytest.mark.parametrize(
@@ -54,40 +55,85 @@ def test_several_calls_keep_their_order() -> None:
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
     for parse in FORMATS.values():
-        answer = parse(text)
+        answer = parse(text, {})
         assert (answer.content, answer.calls) == (text, ())
 
 
 def test_a_call_whose_end_mark_was_the_stop_string_is_still_a_call() -> None:
-    assert parse_hermes('<tool_call>{"name": "f", "arguments": {}}').calls == (ToolCall("f", "{}"),)
+    assert parse_hermes('<tool_call>{"name": "f", "arguments": {}}', {}).calls == (ToolCall("f", "{}"),)
 
 
-def test_qwen3_coder_values_are_json_where_they_can_be() -> None:
-    answer = parse_qwen3_coder(
-        "go\n<tool_call>\n<function=run>\n<parameter=code>\nprint(1)\nprint(2)\n</parameter>\n"
-        "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+SCHEMA = {
+    "text": {"type": "string"},
+    "n": {"type": "integer"},
+    "on": {"type": "boolean"},
+    "rows": {"type": "array"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "either": {"type": ["integer", "null"]},
+    "choice": {"enum": ["1", "2"]},
+    "free": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        *(("text", text, text) for text in ("42", "true", "null", '{"a": 1}', "[1, 2]", '"quoted"', "1e5", "plain")),
+        ("text", "print(1)\nprint(2)", "print(1)\nprint(2)"),
+        ("n", "3", 3),
+        ("n", "three", "three"),
+        ("on", "True", True),
+        ("rows", '[{"a": 1}]', [{"a": 1}]),
+        ("maybe", "null", None),
+        ("maybe", "7", "7"),
+        ("either", "null", None),
+        ("either", "7", 7),
+        ("choice", "1", "1"),
+        ("free", "7", 7),
+        ("unknown", "7", "7"),
+    ],
+)
+def test_values_between_tags_convert_by_the_tools_schema(name: str, written: str, value: Any) -> None:
+    coder = parse_qwen3_coder(
+        f"go\n<tool_call>\n<function=run>\n<parameter={name}>\n{written}\n</parameter>\n</function>\n</tool_call>",
+        {"run": SCHEMA},
     )
-    assert answer.content == "go"
-    assert [call.name for call in answer.calls] == ["run"]
-    assert json.loads(answer.calls[0].arguments) == {"code": "print(1)\nprint(2)", "n": 3}
+    glm = parse_glm(
+        f"go\n<tool_call>run\n<arg_key>{name}</arg_key>\n<arg_value>{written}</arg_value>\n</tool_call>",
+        {"run": SCHEMA},
+    )
+    for answer in (coder, glm):
+        assert answer.content == "go"
+        assert [call.name for call in answer.calls] == ["run"]
+        assert json.loads(answer.calls[0].arguments) == {name: value}
 
 
 def test_llama_calls_are_the_whole_answer_or_none() -> None:
-    two = parse_llama3_json('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}')
+    two = parse_llama3_json(
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', {}
+    )
     assert two.calls == (ToolCall("f", '{"a": 1}'), ToolCall("g", "{}"))
-    assert parse_llama3_json('I call {"name": "f", "parameters": {}}').calls == ()
+    assert parse_llama3_json('I call {"name": "f", "parameters": {}}', {}).calls == ()
 
 
 def test_mistral_calls_are_a_list_behind_the_mark() -> None:
-    answer = parse_mistral('well [TOOL_CALLS][{"name": "f", "arguments": {"a":1}}, {"name": "g", "arguments": {}}]')
+    text = 'well [TOOL_CALLS][{"name": "f", "arguments": {"a":1}}, {"name": "g", "arguments": {}}]'
+    answer = parse_mistral(text, {})
     assert answer.content == "well "
     assert answer.calls == (ToolCall("f", '{"a":1}'), ToolCall("g", "{}"))
+
+
+def test_mistral_calls_are_names_and_arguments_since_its_eleventh_tokenizer() -> None:
+    text = '[TOOL_CALLS]f[ARGS]{"a":1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}'
+    assert parse_mistral(text, {}).calls == (ToolCall("f", '{"a":1}'), ToolCall("g", "{}"))
+    assert parse_mistral("[TOOL_CALLS]f[ARGS]{", {}).calls == ()
 
 
 def test_the_format_is_read_off_the_template() -> None:
     assert format_of_template(PRINTS_TEXT) == "hermes"
     assert format_of_template("{{ tools }}<tool_call><function=x>") == "qwen3_coder"
     assert format_of_template("{{ tools }}[TOOL_CALLS]") == "mistral"
+    assert format_of_template("{{ tools }}<tool_call><arg_key>") == "glm45"
     assert format_of_template('{{ tools }}{"name": n, "parameters": p}') == "llama3_json"
     assert format_of_template("{{ messages }}") is None
 
@@ -170,6 +216,36 @@ async def test_a_conversation_with_calls_is_rendered_by_the_template(start: Any,
     tools = f"<tools>{json.dumps(TOOL)}</tools>"
     call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     assert rendered == f"{tools}<user>u<bot>{call}<eos><user>2<bot>"
+
+
+async def test_tools_whose_calls_would_not_be_read_are_refused(start: Any) -> None:
+    server = await start(template="{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    status, error = await server.refused(tools=[TOOL])
+    assert (status, error["param"]) == (400, "tools")
+    assert "--tool-call-parser none" in error["message"]
+    assert (await server.chat(max_tokens=2))["object"] == "chat.completion"
+
+
+async def test_a_wish_for_thinking_reaches_a_template_that_knows_it(start: Any) -> None:
+    server = await start(template="{% for m in messages %}{{ m.content }}{% endfor %}{{ reasoning_effort }}")
+    answer = await server.chat(reasoning_effort="high", return_token_ids=True, max_tokens=2)
+    assert server.loaded.tokenizer.decode(answer["prompt_token_ids"]).endswith("high")
+
+
+async def test_a_developers_message_is_a_systems_where_the_template_knows_no_developer(start: Any) -> None:
+    template = "{% for m in messages %}{% if m.role in ['system', 'user'] %}{{ m.content }}{% endif %}{% endfor %}"
+    server = await start(template=template)
+    messages = [{"role": "developer", "content": "say no"}, {"role": "user", "content": "hi"}]
+    answer = await server.chat(messages=messages, return_token_ids=True, max_tokens=2)
+    assert "say no" in server.loaded.tokenizer.decode(answer["prompt_token_ids"])
+
+
+async def test_the_stop_string_that_ended_an_answer_is_named(start: Any) -> None:
+    server = await start(template=PRINTS_TEXT)
+    say(server, "one STOP two")
+    for stop, found in ((["two", "STOP"], "STOP"), (["none"], None)):
+        answer = await chat_with_tools(server, stop=stop)
+        assert answer["choices"][0]["stop_reason"] == found
 
 
 async def test_tools_that_the_model_would_not_see_are_refused(start: Any) -> None:
