@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, Union
 
 import pytest
@@ -137,7 +138,7 @@ def exotic(t: tuple[int, str], s: set[int], when: datetime.datetime, n: float = 
 
 
 FUNCTIONS = [
-    nothing, google, google_without_blank_line, numpy_style, sphinx, nested, described, animal, loose, exotic,
+    nothing, google, google_without_blank_line, numpy_style, sphinx, nested, described, animal,
 ]  # fmt: skip
 
 
@@ -302,3 +303,26 @@ def test_tools_are_light_to_import() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def file(path: Path) -> str:
+    """Path."""
+    return str(path)
+
+
+@pytest.mark.parametrize("tool", [loose, exotic, file])
+def test_what_openais_strict_mode_refuses_is_no_strict_definition(tool: Any) -> None:
+    function: Any = as_tool(tool).schema["function"]
+    assert function["strict"] is False
+    assert function["parameters"]["properties"]
+
+
+def day(on: datetime.date, kind: Literal["a", "b"], of: list[int] | None = None) -> str:
+    """Day."""
+    return f"{on} {kind} {of}"
+
+
+def test_what_it_takes_is_strict() -> None:
+    function: Any = as_tool(day).schema["function"]
+    assert function["strict"] is True
+    assert function["parameters"]["required"] == ["on", "kind", "of"]

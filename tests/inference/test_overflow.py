@@ -9,7 +9,8 @@ import pytest
 
 from verifiers.errors import OverlongPromptError, ProviderError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.retry import is_context_overflow
+from verifiers.inference.retry import RetryableError, is_context_overflow
+from verifiers.inference.wire import read_completion
 from verifiers.testing import FakeOpenAIServer, Fault
 
 OVERFLOWS = {
@@ -115,3 +116,22 @@ def test_a_refusal_that_quotes_the_conversation_is_judged_by_its_own_words() -> 
     assert not is_context_overflow(
         400, json.dumps({"error": {"message": "no such model", "prompt": "prompt is too long"}})
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "error"),
+    [
+        (
+            400,
+            "This endpoint's maximum context length is 8192 tokens. However, you requested 9000.",
+            OverlongPromptError,
+        ),
+        (403, "no credits", ProviderError),
+        (502, "upstream is away", RetryableError),
+    ],
+)
+def test_a_failure_inside_of_a_200_means_what_its_code_says(code: int, message: str, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        read_completion({"error": {"message": message, "code": code}}, "http://there/v1", "message")
+    assert message in str(caught.value)
+    assert isinstance(caught.value, RetryableError) == (code == 502)

@@ -88,6 +88,7 @@ def test_what_a_function_prints_is_not_its_answer(pool: WorkerPool) -> None:
 
 
 def test_killing_the_agent_costs_one_call(pool: WorkerPool) -> None:
+    assert pool.call_blocking("math:sqrt", 1) == 1
     if next(iter(pool._workers.all)).sandbox.isolation == "bubblewrap":
         # nobody inside can send it that signal
         assert pool.call_blocking("pool_functions:kill_parent") == "parent is alive"

@@ -185,8 +185,9 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         if error.filename is None and error.errno not in _FULL:
             # from the code of an environment: the traceback shows where
             raise
-        where = error.filename or ("standard output" if _drop_output() else type(error).__name__)
-        print(f"{name}: {where}: {error.strerror}", file=sys.stderr)
+        where = error.filename or ("standard output" if _drop_output() else None)
+        told = f"{type(error).__name__}: {error}" if where is None else f"{where}: {error.strerror}"
+        print(f"{name}: {told}", file=sys.stderr)
         return FAILED
     except RuntimeError as error:
         if "can't start new thread" not in str(error):

@@ -205,7 +205,9 @@ def tool_message(result: Any, call_id: str) -> ChatMessage:
 
 
 def _is_part(item: Any) -> bool:
-    return isinstance(item, Mapping) and isinstance(item.get("type"), str)
+    # rows of a tool's own may have a field "type", too
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    return isinstance(kind, str) and isinstance(item.get(kind), _PARTS.get(kind, ()))
 
 
 def _read_call(call: Any) -> RequestedCall:
@@ -220,6 +222,10 @@ def _read_call(call: Any) -> RequestedCall:
 
 
 # -- a function as a tool ------------------------------------------------------------------------------------------
+
+_PARTS: dict[str, Any] = {"text": str, "refusal": str, "image_url": Mapping, "input_audio": Mapping, "file": Mapping}
+_PARTS |= {"audio_url": Mapping, "video_url": Mapping}
+"""What a content part holds under the name of its type, in OpenAI's API and vLLM's."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _GOOGLE_PARAMETERS = re.compile(r"(?<=\S)\n(?=(?:args|arguments|params|parameters):[ \t]*\n[ \t])", re.IGNORECASE)
@@ -424,8 +430,15 @@ def _documentation(func: Callable[..., Any]) -> tuple[str | None, dict[str, str]
     return description, described
 
 
-class _OpenObjectError(Exception):
-    """The schema lets an object have properties that it does not name."""
+class _NotStrictError(Exception):
+    """The schema says what OpenAI's strict mode cannot."""
+
+
+_REFUSED = frozenset(
+    {"prefixItems", "uniqueItems", "not", "if", "contains", "patternProperties", "propertyNames", "dependentSchemas"}
+)
+_TYPED = frozenset({"type", "anyOf", "allOf", "enum", "const", "$ref", "properties"})
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"})
 
 
 def strict_schema(schema: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -436,7 +449,7 @@ def strict_schema(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     try:
         return _strict(schema, schema)
-    except _OpenObjectError:
+    except _NotStrictError:
         return None
 
 
@@ -452,14 +465,16 @@ def _strict(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any
     for key in ("$defs", "properties"):
         if key in result:
             result[key] = {name: _strict(item, root) for name, item in result[key].items()}
-    for key in ("anyOf", "allOf", "prefixItems"):
+    if _REFUSED & result.keys() or not _TYPED & result.keys() or result.get("format", "date") not in _FORMATS:
+        raise _NotStrictError
+    for key in ("anyOf", "allOf"):
         if key in result:
             result[key] = [_strict(item, root) for item in result[key]]
     if isinstance(result.get("items"), Mapping):
         result["items"] = _strict(result["items"], root)
     if result.get("type") == "object" or "properties" in result:
         if result.get("additionalProperties", False) is not False:
-            raise _OpenObjectError
+            raise _NotStrictError
         result["additionalProperties"] = False
         result["required"] = list(result.get("properties", ()))
     return result

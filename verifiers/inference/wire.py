@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.inference.retry import RetryableError
+from verifiers.inference.retry import RetryableError, status_error
 from verifiers.types import AssistantMessage, MessageRecord, Usage, content_text
 
 # Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
@@ -453,6 +453,10 @@ def read_completion(
         answer = convert(data, url) if convert is not None else data
         choices = answer.get("choices")
         if not choices or not isinstance(choices, list):
+            failure = answer.get("error")
+            if isinstance(failure, Mapping) and isinstance(failure.get("code"), int) and failure["code"] >= 400:
+                # OpenRouter's way: the status of what it asked is in the body
+                raise status_error(url, failure["code"], json.dumps(answer), None)
             raise RetryableError(f"{url} answered without a choice: {reprlib.repr(data)}", empty=True)
         for choice in choices:
             if choice.get("finish_reason") == "error":
