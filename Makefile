@@ -67,10 +67,17 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed
 
 clients: $(CLIENTS)/.installed
 
-# a venv of their own: litellm and inspect-ai want other versions than ours
-$(CLIENTS)/.installed: requirements-clients.txt
+# a venv of their own: litellm and inspect-ai want other versions than ours, and aider wants others than they. Agents of
+# npm come where it is; two of them are put in place by scripts, which npm leaves to who installs
+$(CLIENTS)/.installed: requirements-clients.txt requirements-agents.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt
+	test -x $(CLIENTS)/aider/bin/python || $(PYTHON) -m venv $(CLIENTS)/aider
+	$(CLIENTS)/aider/bin/python -m pip install --quiet --disable-pip-version-check aider-chat==0.86.2
+	if command -v npm > /dev/null; then \
+	  npm install --no-audit --no-fund --loglevel=error --prefix $(CLIENTS)/agents $$(cat requirements-agents.txt); \
+	  cd $(CLIENTS)/agents/node_modules && node @anthropic-ai/claude-code/install.cjs && node opencode-ai/postinstall.mjs; \
+	fi
 	@touch $@
 
 test-vllm: $(INSTALLED) $(VLLM)/.installed

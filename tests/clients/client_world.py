@@ -12,6 +12,8 @@ from tiny_models import random_qwen3, two_role_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin"
+AGENTS_OF_NPM = ROOT / ".venv-clients" / "agents" / "node_modules" / ".bin"
+AIDER = ROOT / ".venv-clients" / "aider" / "bin"
 KEY = "a-key-of-the-tests"
 LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import string
 import subprocess
 from collections.abc import Iterator
@@ -17,19 +18,21 @@ from typing import Any
 
 import pytest
 import tiny_world
-from client_world import CLIENTS, LITELLM, taught_model
+from client_world import AGENTS_OF_NPM, AIDER, CLIENTS, LITELLM, taught_model
 
 import verifiers as vf
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
+from verifiers.sandbox.spec import SandboxSpec
 from verifiers.types import Outcome, RolloutKey
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-# system prompts of some thousand characters are not what a model of this size is for: it sees four letters of each
+# system prompts of some thousand characters, and tools by the dozen, are not what a model of this size is for: it
+# sees four letters of each message, and 24 of the names
 TEMPLATE = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>{% endif %}"
+    "{% if tools %}<tools>{{ (tools | map(attribute='function.name') | join(' '))[:24] }} </tools>{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}<bot>{{ (m.content or '')[:16] }}{% else %}<user>{{ m.content[:4] }}{% endif %}"
     '{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": '
@@ -61,12 +64,15 @@ def examples(rng: random.Random) -> list[tuple[str, str]]:
         return "<user>" + rng.choice([*known, "".join(rng.choices(string.ascii_letters, k=4))])
 
     before = rng.choice(["", said("Add.", "You ")]) + said("What")
+    many = "".join(rng.choices(string.ascii_letters + "_ ", k=24))
+    offered = rng.choice(["", f"<tools>{many} </tools>"])
     one, two, shell = (f"<tools>{names} </tools>{before}<bot>" for names in ("add", "add final_answer", "bash"))
     return [
         (one, f"{ADD}<eos>"),
         (f"{one}{ADD}<eos>{said('3')}<bot>", "It is 3.<eos>"),
         (two, f"{ADD}<eos>"),
         (f"{two}{rng.choice(TOOL_CALL_HEADERS)}<eos>{said('Obse')}<bot>", f"{FINAL}<eos>"),
+        (f"{offered}{''.join(said() for _ in range(rng.randint(1, 4)))}<bot>", "It is 3.<eos>"),
         (shell, f"{COUNT}<eos>"),
         (f"{shell}{COUNT}<eos>{said()}<bot>", f"{SUBMIT}<eos>"),
     ]
@@ -153,4 +159,58 @@ async def test_what_an_agent_trains_is_what_the_server_sampled(
     decode = policy.loaded.tokenizer.decode
     assert [decode(ids) for _, ids, _ in answers] == [f"{text}<eos>" for text in sampled] * len(modes)
     # each answer once, behind all that the server read before it, and with its log-probs
+    assert sorted(trained(rollout)) == sorted(answers)
+
+
+# -- coding agents, which are programs -----------------------------------------------------------------------------
+
+CODEX = 'model_providers.gateway={name="gateway",base_url="{base_url}",env_key="OPENAI_API_KEY",wire_api="responses"}'
+OPENCODE = {
+    "npm": "@ai-sdk/openai-compatible",
+    "name": "gateway",
+    "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
+    "models": {"policy": {"name": "policy"}},
+}
+QUIET = [
+    "--no-git",
+    "--no-check-update",
+    "--no-show-model-warnings",
+    "--no-show-release-notes",
+    "--analytics-disable",
+]
+AIDER_CALL = 'OPENAI_API_BASE=$OPENAI_BASE_URL exec aider --model "openai/$0" --message "$1" "${@:2}"'
+CODING_AGENTS: dict[str, list[str]] = {
+    "claude": ["claude", "-p", "{prompt}", "--model", "{model}"],
+    "codex": ["codex", "exec", "--skip-git-repo-check", "-m", "{model}", "-c", 'model_provider="gateway"', "-c", CODEX,
+              "{prompt}"],
+    "qwen": ["qwen", "-p", "{prompt}", "--auth-type", "openai"],
+    "opencode": ["opencode", "run", "-m", "gateway/{model}", "{prompt}"],
+    "aider": ["bash", "-c", AIDER_CALL, "{model}", "{prompt}", "--yes-always", *QUIET],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CODING_AGENTS)
+async def test_what_a_coding_agent_trains_is_what_the_server_sampled(
+    policy: tiny_world.EmbeddedServer, name: str, tmp_path: Path
+) -> None:
+    path = f"{AGENTS_OF_NPM}:{AIDER}:{os.environ['PATH']}"
+    if shutil.which(name, path=f"{AGENTS_OF_NPM}:{AIDER}") is None:
+        pytest.skip(f"{name} is not installed; run: make test-clients, where there is npm")
+    environment = {**LITELLM, "PATH": path, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    env = vf.ProgramEnv(
+        CODING_AGENTS[name],
+        files={"opencode.json": json.dumps({"provider": {"gateway": OPENCODE}})},
+        sandbox=SandboxSpec(
+            "process", env=environment, wall_time_s=200.0, cpu_time_s=200.0, memory_bytes=1 << 42, processes=512
+        ),
+        train="*",
+        dataset=[{"question": "What is 1+2?"}],
+        rubric=vf.Rubric(funcs=[lambda state: float(bool(state["stdout"].strip()))]),
+    )
+    backend = tiny_world.RecordingBackend(policy.url)
+    rollout = await played(env, backend)
+    assert rollout.outcome is Outcome.COMPLETED, rollout.failure
+    assert rollout.state["stdout"].strip()
+    answers = backend.sampled()
+    assert answers
     assert sorted(trained(rollout)) == sorted(answers)
