@@ -181,8 +181,8 @@ QUIET = [
 AIDER_CALL = 'OPENAI_API_BASE=$OPENAI_BASE_URL exec aider --model "openai/$0" --message "$1" "${@:2}"'
 CODING_AGENTS: dict[str, list[str]] = {
     "claude": ["claude", "-p", "{prompt}", "--model", "{model}"],
-    "codex": ["codex", "exec", "--skip-git-repo-check", "-m", "{model}", "-c", 'model_provider="gateway"', "-c", CODEX,
-              "{prompt}"],
+    "codex": ["codex", "exec", "--skip-git-repo-check", "-m", "{model}", "-c", 'model_provider="gateway"', "-c",
+              CODEX, "{prompt}"],
     "qwen": ["qwen", "-p", "{prompt}", "--auth-type", "openai"],
     "opencode": ["opencode", "run", "-m", "gateway/{model}", "{prompt}"],
     "aider": ["bash", "-c", AIDER_CALL, "{model}", "{prompt}", "--yes-always", *QUIET],
