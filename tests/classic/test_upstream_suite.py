@@ -17,13 +17,15 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).parents[2]
-PASSED = 168
+PASSED = 167
 KNOWN_FAILURES = {
     # the exact text of a warning, by a mock
     "test_environment.py::TestEnvironmentBase::test_different_parser_rubric_parser_warns",
     # they replace `verifiers.scripts.eval.vf`, a module's inner name
     "test_eval_cli.py::test_cli_sampling_args_precedence_over_flags",
     "test_eval_cli.py::test_cli_sampling_args_fill_from_flags_when_missing",
+    # a parameter without a type is strict there, which OpenAI's API refuses
+    "test_tool_utils.py::TestToolUtils::test_convert_func_to_oai_tool_without_type_hint",
 }
 
 
@@ -39,7 +41,7 @@ def suite(tmp_path: Path) -> Path:
     return (tmp_path / "verifiers-0.1.5" / "tests").rename(tmp_path / "tests")
 
 
-def test_all_but_three_tests_of_classic_verifiers_pass(suite: Path) -> None:
+def test_all_but_four_tests_of_classic_verifiers_pass(suite: Path) -> None:
     options = ["-q", "-rf", "--tb=no", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "--rootdir", str(suite)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(suite)],
