@@ -57,7 +57,7 @@ def test_tool_calls_and_results_extend_the_prompt_in_the_syntax_that_servers_rea
     from verifiers_embedded.text.tool_calls import ToolCall, format_of_template, parse_hermes
 
     called = '<tool_call>{"name": "add", "arguments": {"a": 2, "b":3}}</tool_call>'
-    answer = parse_hermes(called)
+    answer = parse_hermes(called, {})
     assert answer.calls == (ToolCall("add", '{"a": 2, "b":3}'),)
     assert format_of_template(tokenizer.chat_template) == "hermes"
     number = {"type": "integer"}
