@@ -11,6 +11,8 @@ from datasets import Dataset, DatasetDict
 import verifiers as vf
 from verifiers.envs.datasets import count_trained_on, format_dataset, format_prompt, row_fields
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
+from verifiers.testing import FakeOpenAIServer
 
 SHOTS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
@@ -142,3 +144,53 @@ def test_rows_beyond_those_that_are_compared_are_not_said_to_be_unseen(monkeypat
     rows = env.get_dataset()
     assert count_trained_on(env, rows.select([2])) is None
     assert count_trained_on(env, rows.select([0, 2])) == 1
+
+
+@pytest.mark.parametrize("given", ["2+2?", {"role": "user", "content": "2+2?"}])
+def test_a_text_or_a_single_message_as_the_prompt_is_asked(given: Any) -> None:
+    rows = [{"prompt": given, "answer": "4"}]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+    with FakeOpenAIServer("4") as server:
+        assert env.evaluate_sync(server.url, "fake").reward == [1.0]
+        assert server.requests[0].messages == [ask("2+2?")]
+
+
+@pytest.mark.parametrize("question", [5, None])
+def test_a_question_that_is_no_text_is_named_with_its_row(question: Any) -> None:
+    rows = [{"question": question, "answer": "4"}]
+    with pytest.raises(ConfigError, match=rf"Row 0 has '{question}' as its 'question'; give a text"):
+        format_dataset(rows)
+    mixed = [{"question": "x"}, {"question": None}]
+    with pytest.raises(ConfigError, match="Row 1 has 'None' as its 'question'"):
+        format_dataset(mixed)
+
+
+def test_infos_keep_their_own_keys_at_every_level() -> None:
+    infos = [{"limit": 3}, {"tests": [{"in": "1"}, {"out": "2"}]}]
+    seen: list[Any] = []
+
+    def look(info: Any) -> float:
+        seen.append(info)
+        return 1.0
+
+    rows = [{"question": "?", "info": info} for info in infos]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([look]))
+    with FakeOpenAIServer("x") as server:
+        env.evaluate_sync(server.url, "fake")
+    assert sorted(seen, key=len) == sorted(infos, key=len)
+    same = format_dataset([{"question": "?", "info": {"a": [{"b": place}]}} for place in range(2)])
+    assert list(same["info"]) == [{"a": [{"b": 0}]}, {"a": [{"b": 1}]}]
+
+
+def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+
+    def right(completion: Any, answer: Any) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    for _ in range(2):
+        vf.SingleTurnEnv(
+            eval_dataset=[{"prompt": [ask("2+2?")]}], system_prompt="Answer in German.", rubric=vf.Rubric([right])
+        )
+    assert caplog.text.count("get neither system_prompt nor few_shot") == 1
+    assert caplog.text.count("No row has an answer: right will be given an empty one") == 1
