@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trl
 from accelerate.utils import DistributedType
 
 import verifiers as vf
@@ -86,3 +87,42 @@ def test_other_ranks_wait_as_long_as_rank_0_may_and_longer_where_asked(
     args = settings(tmp_path, **given)
     assert args.ddp_timeout == seconds + 300
     assert args.ddp_timeout_delta.total_seconds() == seconds + 300
+
+
+def test_what_people_from_trl_give_in_the_place_of_an_environment_is_named(tmp_path: Path) -> None:
+    args: Any = settings(tmp_path, per_device_train_batch_size=2, num_generations=2, max_steps=1)
+    for given in ([{"question": "?"}], "my-env", vf.SingleTurnEnv):
+        with pytest.raises(ConfigError, match=r"give an environment, such as vf.load_environment\('my-env'\)"):
+            plan_run(args, given)
+    other: Any = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ConfigError, match=r"args is a trl\..*GRPOConfig; give a verifiers.GRPOConfig"):
+        plan_run(other, vf.SingleTurnEnv(dataset=[{"question": "?"}]))
+
+
+def of_a_column(completion: Any, ground_truth: Any) -> float:
+    return 1.0
+
+
+def of_trl(completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def fine(completion: Any, judge: Any, extra: int = 3, **kwargs: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(("func", "missing"), [(of_a_column, "ground_truth"), (of_trl, "answer"), (fine, "judge")])
+def test_an_argument_that_nobody_supplies_is_refused_before_anything_is_sampled(
+    func: Any, missing: str, tmp_path: Path
+) -> None:
+    rubric = vf.Rubric([func])
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "4"}] * 2, rubric=rubric)
+    group = vf.EnvGroup([env, vf.SingleTurnEnv(dataset=[{"question": "?"}])], ["a", "b"])
+    args = settings(tmp_path, per_device_train_batch_size=2, num_generations=2, max_steps=1)
+    for made in (env, group):
+        with pytest.raises(ConfigError, match=f"has a parameter '{missing}', which nobody supplies; there are "):
+            plan_run(args, made)
+        with pytest.raises(ConfigError, match=f"'{missing}'"):
+            made.evaluate_sync("http://127.0.0.1:9/v1", "m")
+    rubric.add_class_object(missing, 1)
+    plan_run(args, env)

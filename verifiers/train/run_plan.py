@@ -61,7 +61,7 @@ def plan_run(
     Raises:
         ConfigError: with what is to be changed.
     """
-    if not isinstance(args, GRPOConfig):
+    if not issubclass(type(args), GRPOConfig):
         kind = f"{type(args).__module__}.{type(args).__name__}"
         raise ConfigError(f"args is a {kind}; give a verifiers.GRPOConfig, which has the same fields.")
     if isinstance(env, type) or not hasattr(env, "get_dataset"):
