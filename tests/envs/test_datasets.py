@@ -13,6 +13,7 @@ from verifiers.envs.datasets import count_trained_on, format_dataset, format_pro
 from verifiers.errors import ConfigError
 from verifiers.keywords import warn_once
 from verifiers.testing import FakeOpenAIServer
+from verifiers.train.run_plan import datasets_of
 
 SHOTS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
@@ -194,3 +195,28 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         )
     assert caplog.text.count("get neither system_prompt nor few_shot") == 1
     assert caplog.text.count("No row has an answer: right will be given an empty one") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"question": "?", "answer": 2**64}], "The column 'answer' has whole numbers beyond 64 bits; give them as"),
+        ([{"question": "?", "info": {"of": [1, -(2**63) - 1]}}], "The column 'info' has whole numbers beyond"),
+        ([{"question": "q \ud83d"}], "half of a character in 'q .ud83d'"),
+        ([{"prompt": [ask("q")]}, {"prompt": None}], "Row 1 has no message in its 'prompt'"),
+        ([{"prompt": [ask("q")]}, {"prompt": []}], "Row 1 has no message in its 'prompt'"),
+    ],
+    ids=["answer", "info", "surrogate", "none", "empty"],
+)
+def test_a_row_that_cannot_be_asked_is_named(rows: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        format_dataset(rows)
+
+
+def test_numbers_as_tasks_are_their_texts() -> None:
+    rows = [{"question": "?", "answer": "", "task": place % 2} for place in range(4)]
+    env = vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric([lambda task: float(task == "1")]))
+    assert datasets_of(env) == {"0": [0, 2], "1": [1, 3]}
+    with FakeOpenAIServer("x") as server:
+        results = env.evaluate_sync(server.url, "fake", num_examples=4)
+    assert (results.task, results.reward) == (["0", "1", "0", "1"], [0.0, 1.0, 0.0, 1.0])

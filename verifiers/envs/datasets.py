@@ -78,7 +78,21 @@ def format_dataset(
             return values
 
         table = _map(table, with_added)
+    elif message_type == "chat":
+        _check_conversations(table)
     return table if "id" in columns else table.add_column("id", range(len(table)))
+
+
+def _check_conversations(table: Dataset) -> None:
+    """Refuse rows without a message; the table knows fast whether there are any."""
+    import pyarrow.compute
+
+    column = table.data.column("prompt")
+    shortest = pyarrow.compute.min(pyarrow.compute.list_value_length(column)).as_py()
+    if column.null_count or shortest == 0:
+        for row, prompt in enumerate(table["prompt"]):
+            if not prompt:
+                raise ConfigError(f"Row {row} has no message in its 'prompt'; give it one, or leave the row out.")
 
 
 def _check_question(question: Any, row: int, column: str) -> None:
@@ -101,7 +115,8 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
     if not isinstance(prompt, str):
         prompt = [_lean_message(message) for message in prompt]
     answer, task = row.get("answer"), row.get("task")
-    return prompt, "" if answer is None else answer, task or "default", _info(row.get("info"))
+    task = "default" if task in (None, "") else str(task)
+    return prompt, "" if answer is None else answer, task, _info(row.get("info"))
 
 
 def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int | None:
@@ -182,11 +197,26 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
         columns["info"] = [json.dumps(info) if isinstance(info, Mapping) else info for info in columns["info"]]
     try:
         return datasets.Dataset.from_dict(columns)
+    except OverflowError:
+        name = next(name for name, values in columns.items() if any(map(_is_long, values)))
+        raise ConfigError(f"The column {name!r} has whole numbers beyond 64 bits; give them as text.") from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"A row has half of a character in {error.object[:60]!a}; a table holds whole characters."
+        ) from None
     except (TypeError, ValueError) as error:  # pyarrow's own errors are of these classes
         raise ConfigError(
             f"The rows do not fit one table ({error}): a column holds one type throughout; "
             "give an info that varies as JSON text."
         ) from error
+
+
+def _is_long(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_long, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_long, value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _is_uniform(values: Sequence[Any]) -> bool:

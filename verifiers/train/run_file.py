@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import os
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy, curriculum_from
 from verifiers.data.curriculum import Curriculum
@@ -37,7 +38,9 @@ class EnvironmentTable(_Table):
 class ModelTable(_Table):
     """`[model]`: the policy's start."""
 
-    path: str = Field(description="Directory written by save_pretrained, or a hub name.")
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
+        description="Directory written by save_pretrained, or a hub name."
+    )
 
 
 class ServerTable(_Table):

@@ -171,7 +171,7 @@ def datasets_of(env: Any) -> dict[str, list[int]]:
     dataset = env.get_dataset()
     if "task" not in dataset.column_names:
         return {"default": list(range(len(dataset)))}
-    tasks = dataset["task"]
+    tasks = [task if task is None else str(task) for task in dataset["task"]]
     members: Mapping[str, Any] | None = getattr(env, "env_map", None)
     if members is None:
         return rows_by_name(tasks)
