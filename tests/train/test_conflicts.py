@@ -14,6 +14,7 @@ import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
 from verifiers.train.conflicts import refuse_processes
+from verifiers.train.run_file import load_run_file
 from verifiers.train.run_plan import plan_run
 
 
@@ -126,3 +127,37 @@ def test_an_argument_that_nobody_supplies_is_refused_before_anything_is_sampled(
             made.evaluate_sync("http://127.0.0.1:9/v1", "m")
     rubric.add_class_object(missing, 1)
     plan_run(args, env)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kl_coef", "give beta"),
+        ("max_tokens", "give max_completion_length"),
+        ("batch_size", "give per_device_train_batch_size"),
+        ("dtype", "give model_init_kwargs"),
+        ("max_prompt_length", "prompts are never cut"),
+        ("warmup_ratio", "give warmup_steps"),
+        ("learnig_rate", "did you mean 'learning_rate'"),
+    ],
+)
+def test_a_setting_of_another_trainer_is_told_what_is_meant(name: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"GRPOConfig has no setting '{name}'; .*{meant}"):
+        settings(tmp_path, **{name: 1})
+    file = tmp_path / "run.toml"
+    file.write_text(f'environment = {{ id = "x" }}\nmodel.path = "m"\n[trainer]\n{name} = 1\n')
+    with pytest.raises(ConfigError, match=rf"\[trainer\] has an unknown key '{name}'; .*{meant}"):
+        load_run_file(file)
+
+
+def test_arguments_of_trls_trainer_are_told_where_they_belong(tmp_path: Path) -> None:
+    for name, place in (("reward_funcs", r"vf.Rubric\(funcs"), ("train_dataset", "dataset="), ("evn", "'env'")):
+        given: Any = {name: []}
+        with pytest.raises(ConfigError, match=f"GRPOTrainer takes no '{name}'; .*{place}"):
+            vf.GRPOTrainer("m", None, settings(tmp_path), **given)
+
+
+def test_a_home_directory_in_a_models_path_is_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('environment = { id = "x" }\nmodel.path = "~/m"\n')
+    assert load_run_file(file).model.path == str(Path.home() / "m")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "refuse_biased_sampling",
     "refuse_conflicts",
     "refuse_processes",
+    "unknown_setting",
 ]
 
 CHOICES: dict[str, Collection[str]] = {
@@ -92,7 +94,31 @@ UNSUPPORTED: dict[str, str] = {
 }
 """Fields of TRL's config that would change what is trained or how a run goes, with what to use instead."""
 
+_MEANT = {
+    "kl_coef": "beta",
+    "max_tokens": "max_completion_length",
+    "batch_size": "per_device_train_batch_size",
+    "dtype": "model_init_kwargs, such as {'dtype': 'bfloat16'}",
+    "torch_dtype": "model_init_kwargs, such as {'dtype': 'bfloat16'}",
+    "max_prompt_length": "max_seq_len, which drops longer rows: prompts are never cut",
+    "warmup_ratio": "warmup_steps, of which one below 1 is a share of the run",
+    "reward_funcs": "the environment's rubric, vf.Rubric(funcs=[...])",
+    "train_dataset": "the environment's dataset=",
+    "tokenizer": "processing_class",
+}
+"""What settings of other trainers, and of TRL's GRPOTrainer, are here."""
+
 _MARGIN_S, _LONGEST_S = 300.0, 30 * 86400.0
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> str:
+    """Return what an unknown setting probably means, for the end of a sentence."""
+    names = sorted(known)
+    if name in _MEANT:
+        return f"give {_MEANT[name]}."
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(names[:12])}."
+
 
 _Refusals = Iterator[tuple[bool, str]]
 """Conditions, each with the sentence that refuses it."""

@@ -6,7 +6,6 @@ Unknown keys are errors that name the nearest known one.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import os
 import tomllib
@@ -204,7 +203,7 @@ def _unknown_key(path: str | Path, place: Sequence[str], known: Iterable[str] = 
         table: Any = RunFile.model_fields[tables[0]].annotation if tables else RunFile
         models = [one for one in (table, *get_args(table)) if isinstance(one, type) and issubclass(one, BaseModel)]
         names = list(models[0].model_fields)
-    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(sorted(names)[:12])}."
+    from verifiers.train.conflicts import unknown_setting
+
     where = f"[{'.'.join(tables)}]" if tables else "the file"
-    return ConfigError(f"{path}: {where} has an unknown key {key!r}; {hint}")
+    return ConfigError(f"{path}: {where} has an unknown key {key!r}; {unknown_setting(key, names)}")

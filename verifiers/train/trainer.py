@@ -22,6 +22,7 @@ from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
 from verifiers.interrupt import Termination
+from verifiers.keywords import parameter_names
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
@@ -31,7 +32,7 @@ from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
 from verifiers.train.checkpoint.weights import CheckpointWeights, settings_of_the_run
 from verifiers.train.config import GRPOConfig
-from verifiers.train.conflicts import refuse_processes
+from verifiers.train.conflicts import refuse_processes, unknown_setting
 from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
@@ -99,7 +100,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         eval_dataset: Any = None,
         eval_env: Any = None,
         plan: RunPlan | None = None,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            known = parameter_names(GRPOTrainer.__init__)
+            raise ConfigError(f"GRPOTrainer takes no {name!r}; {unknown_setting(name, known)}")
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
         if isinstance(model, str):
             check_model_path(model)
