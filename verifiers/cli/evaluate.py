@@ -212,7 +212,8 @@ async def _run(
 
     def text(on_terminal: bool) -> str:
         elapsed_s = time.perf_counter() - started
-        return progress_text(run, elapsed_s, in_flight=runner.limiter.in_flight, with_bar=on_terminal)
+        counts = {"in_flight": runner.limiter.in_flight, "grading": runner.activity.scoring}
+        return progress_text(run, elapsed_s, **counts, with_bar=on_terminal)
 
     line: Any = contextlib.nullcontext() if quiet else live_line(text)
     try:
