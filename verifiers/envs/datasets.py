@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,6 +89,8 @@ def _check_conversations(table: Dataset) -> None:
     import pyarrow.compute
 
     column = table.data.column("prompt")
+    if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
+        return
     shortest = pyarrow.compute.min(pyarrow.compute.list_value_length(column)).as_py()
     if column.null_count or shortest == 0:
         for row, prompt in enumerate(table["prompt"]):
@@ -193,8 +196,9 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
     if not _is_uniform(columns.get("info", [])):
-        # a table would give every dict the keys of all others
-        columns["info"] = [json.dumps(info) if isinstance(info, Mapping) else info for info in columns["info"]]
+        # a table would give every dict the keys of all others; what JSON does not hold stays
+        with contextlib.suppress(TypeError):
+            columns["info"] = [json.dumps(info) if isinstance(info, Mapping) else info for info in columns["info"]]
     try:
         return datasets.Dataset.from_dict(columns)
     except OverflowError:
