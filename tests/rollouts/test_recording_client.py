@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.envs import SingleTurnEnv
+from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import (
     ConfigError,
     EmptyModelResponseError,

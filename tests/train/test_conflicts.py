@@ -95,7 +95,8 @@ def test_what_people_from_trl_give_in_the_place_of_an_environment_is_named(tmp_p
     for given in ([{"question": "?"}], "my-env", vf.SingleTurnEnv):
         with pytest.raises(ConfigError, match=r"give an environment, such as vf.load_environment\('my-env'\)"):
             plan_run(args, given)
-    other: Any = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    # its constructor warns of names that transformers will drop
+    other: Any = trl.GRPOConfig.__new__(trl.GRPOConfig)
     with pytest.raises(ConfigError, match=r"args is a trl\..*GRPOConfig; give a verifiers.GRPOConfig"):
         plan_run(other, vf.SingleTurnEnv(dataset=[{"question": "?"}]))
 

@@ -85,7 +85,7 @@ def test_a_block_in_flight_that_failed_does_not_keep_the_weights_from_being_save
 
     directory._blocks = fails
     save(directory, 2)
-    assert extra_state(tmp_path / "checkpoint-2") == {TENSORS: {}}
+    assert extra_state(tmp_path / "checkpoint-2") == {TENSORS: {}, "temperature": 1.0}
 
 
 def test_older_checkpoints_are_deleted_here_alone_and_once_the_newer_one_is_complete(tmp_path: Path) -> None:
