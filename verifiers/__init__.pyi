@@ -61,6 +61,7 @@ from .rubrics.ranking_rubric import RankingRubric as RankingRubric
 from .rubrics.rubric import Rubric as Rubric, RubricGroup as RubricGroup
 from .rubrics.shaping import (
     EpisodicSumRubric as EpisodicSumRubric,
+    from_trl as from_trl,
     overlong_penalty as overlong_penalty,
     r1_zero_reward as r1_zero_reward,
 )

@@ -111,17 +111,19 @@ def check_parameters(owner: str, function: Callable[..., Any], known: Collection
     Raises:
         ConfigError: the sentence has the parameter and the known name.
     """
+    for name in required_parameters(function):
+        near = nearest_name(name, known)
+        if near is not None and name not in known:
+            raise ConfigError(f"{owner} has a parameter {name!r}, which no caller supplies; did you mean {near!r}?")
+
+
+def required_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that a caller by name must give; none of a builtin without a signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        # a builtin without a signature
-        return
-    for item in parameters:
-        near = nearest_name(item.name, known) if item.kind in _BY_NAME and item.default is item.empty else None
-        if near is not None and item.name not in known:
-            raise ConfigError(
-                f"{owner} has a parameter {item.name!r}, which no caller supplies; did you mean {near!r}?"
-            )
+        return []
+    return [item.name for item in parameters if item.kind in _BY_NAME and item.default is item.empty]
 
 
 @functools.lru_cache(maxsize=512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +98,26 @@ def test_a_place_that_does_not_exist_is_refused(
 ) -> None:
     assert evaluate.main([*arguments, *ONE]) == 2
     assert capsys.readouterr().err == f"vf-eval: {sentence}\n"
+
+
+@pytest.mark.parametrize("name", ["my-env", "2fast", "json"])
+def test_a_file_given_by_its_path_may_have_a_name_that_no_import_finds(name: str, results: Any) -> None:
+    module(f"p/{name}.py")
+    assert evaluate.main([f"p/{name}.py", *ONE]) == 0
+    assert results.metadata["env"].replace("-", "_") == name.replace("-", "_")
+    assert regrade.main([str(results.directory)]) == 0
+    del sys.modules[f"verifiers_environment_{name.replace('-', '_')}"]
+    assert "load_environment" not in vars(sys.modules["json"])
+
+
+def test_an_edit_of_a_module_beside_the_environment_is_another_run(results: Any) -> None:
+    Path("zz_helper.py").write_text("VALUE = 1.0\n")
+    source = SOURCE.replace("import verifiers as vf", "import zz_helper\n\nimport verifiers as vf")
+    Path("zz_uses.py").write_text(source.replace("return 1.0", "return zz_helper.VALUE"))
+    for value in (1.0, 0.0):
+        Path("zz_helper.py").write_text(f"VALUE = {value}\n")
+        for name in ("zz_helper", "zz_uses"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        assert evaluate.main(["zz_uses.py", *ONE]) == 0
+    assert len(list(Path("outputs/evals").glob("*/*"))) == 2

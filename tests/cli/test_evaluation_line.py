@@ -30,7 +30,7 @@ def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
         for g, r in enumerate((1.0, 0.0, None))
     ]
     some = run(results=RolloutResults(rows), done={0: {0}}, ran=2, tokens=500)
-    text = progress_text(some, 4.0, in_flight=7)
+    text = progress_text(some, 4.0, in_flight=7, grading=2)
     assert text.split("  ") == [
         "sums",
         "3/12 rollouts",
@@ -39,13 +39,15 @@ def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
         "1 failed",
         "3 retries",
         "7 in flight",
+        "grading 2",
         "125 tokens/s",
     ]
-    assert progress_text(some, 4.0, in_flight=7, with_bar=True) == "━━━╌╌╌╌╌╌╌╌╌  " + text
+    assert progress_text(some, 4.0, in_flight=7, grading=2, with_bar=True) == "━━━╌╌╌╌╌╌╌╌╌  " + text
 
 
 def test_nothing_is_made_up_before_the_first_rollout() -> None:
-    text = progress_text(run(), 0.0, in_flight=0)
+    text = progress_text(run(), 0.0, in_flight=0, grading=0)
+    assert "grading" not in text
     assert text.split("  ")[2] == "reward -"
     assert "  ? left  " in text
 

@@ -11,6 +11,9 @@ from datasets import Dataset, DatasetDict
 import verifiers as vf
 from verifiers.envs.datasets import count_trained_on, format_dataset, format_prompt, row_fields
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
+from verifiers.testing import FakeOpenAIServer
+from verifiers.train.run_plan import datasets_of
 
 SHOTS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
@@ -142,3 +145,78 @@ def test_rows_beyond_those_that_are_compared_are_not_said_to_be_unseen(monkeypat
     rows = env.get_dataset()
     assert count_trained_on(env, rows.select([2])) is None
     assert count_trained_on(env, rows.select([0, 2])) == 1
+
+
+@pytest.mark.parametrize("given", ["2+2?", {"role": "user", "content": "2+2?"}])
+def test_a_text_or_a_single_message_as_the_prompt_is_asked(given: Any) -> None:
+    rows = [{"prompt": given, "answer": "4"}]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+    with FakeOpenAIServer("4") as server:
+        assert env.evaluate_sync(server.url, "fake").reward == [1.0]
+        assert server.requests[0].messages == [ask("2+2?")]
+
+
+@pytest.mark.parametrize("question", [5, None])
+def test_a_question_that_is_no_text_is_named_with_its_row(question: Any) -> None:
+    rows = [{"question": question, "answer": "4"}]
+    with pytest.raises(ConfigError, match=rf"Row 0 has '{question}' as its 'question'; give a text"):
+        format_dataset(rows)
+    mixed = [{"question": "x"}, {"question": None}]
+    with pytest.raises(ConfigError, match="Row 1 has 'None' as its 'question'"):
+        format_dataset(mixed)
+
+
+def test_infos_keep_their_own_keys_at_every_level() -> None:
+    infos = [{"limit": 3}, {"tests": [{"in": "1"}, {"out": "2"}]}]
+    seen: list[Any] = []
+
+    def look(info: Any) -> float:
+        seen.append(info)
+        return 1.0
+
+    rows = [{"question": "?", "info": info} for info in infos]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([look]))
+    with FakeOpenAIServer("x") as server:
+        env.evaluate_sync(server.url, "fake")
+    assert sorted(seen, key=len) == sorted(infos, key=len)
+    same = format_dataset([{"question": "?", "info": {"a": [{"b": place}]}} for place in range(2)])
+    assert list(same["info"]) == [{"a": [{"b": 0}]}, {"a": [{"b": 1}]}]
+
+
+def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+
+    def right(completion: Any, answer: Any) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    for _ in range(2):
+        vf.SingleTurnEnv(
+            eval_dataset=[{"prompt": [ask("2+2?")]}], system_prompt="Answer in German.", rubric=vf.Rubric([right])
+        )
+    assert caplog.text.count("get neither system_prompt nor few_shot") == 1
+    assert caplog.text.count("No row has an answer: right will be given an empty one") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"question": "?", "answer": 2**64}], "The column 'answer' has whole numbers beyond 64 bits; give them as"),
+        ([{"question": "?", "info": {"of": [1, -(2**63) - 1]}}], "The column 'info' has whole numbers beyond"),
+        ([{"question": "q \ud83d"}], "half of a character in 'q .ud83d'"),
+        ([{"prompt": [ask("q")]}, {"prompt": None}], "Row 1 has no message in its 'prompt'"),
+        ([{"prompt": [ask("q")]}, {"prompt": []}], "Row 1 has no message in its 'prompt'"),
+    ],
+    ids=["answer", "info", "surrogate", "none", "empty"],
+)
+def test_a_row_that_cannot_be_asked_is_named(rows: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        format_dataset(rows)
+
+
+def test_numbers_as_tasks_are_their_texts() -> None:
+    rows = [{"question": "?", "answer": "", "task": place % 2} for place in range(4)]
+    env = vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric([lambda task: float(task == "1")]))
+    assert datasets_of(env) == {"0": [0, 2], "1": [1, 3]}
+    with FakeOpenAIServer("x") as server:
+        results = env.evaluate_sync(server.url, "fake", num_examples=4)
+    assert (results.task, results.reward) == (["0", "1", "0", "1"], [0.0, 1.0, 0.0, 1.0])

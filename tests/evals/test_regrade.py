@@ -16,6 +16,7 @@ from verifiers.evals.regrade import regrade
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.run import Run
+from verifiers.rubrics.judge_rubric import judge_yes_no
 from verifiers.testing import FakeClient, Fault
 
 Func = Callable[..., Any]
@@ -113,3 +114,13 @@ async def test_a_run_without_rollouts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("")
     with pytest.raises(ConfigError, match="holds no rollouts"):
         await regrade(environment(right), read_run(tmp_path))
+
+
+async def test_a_judge_is_asked_again(tmp_path: Path) -> None:
+    run = read_run(await stored(tmp_path / "run"))
+    judge = FakeClient("no")
+    rows = environment(right).eval_dataset
+    rubric = vf.JudgeRubric(judge_client=judge, funcs=[judge_yes_no])
+    done = await regrade(vf.SingleTurnEnv(eval_dataset=rows, rubric=rubric), run)
+    assert (done.after.mean_reward, done.after.counts().scored) == (0.0, 8)
+    assert judge.requests[0].body["max_completion_tokens"] == 4096

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import (
     ConfigError,
     EmptyModelResponseError,
@@ -128,6 +129,15 @@ async def test_several_answers_in_one_call_are_refused_in_training(
     client = RolloutClient(backend, model="policy", require_tokens=True)
     with pytest.raises(ConfigError, match="n=4 answers in one call"):
         await ask(client, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"n": 4}, {"extra_body": {"n": 4}}])
+def test_several_answers_to_each_call_of_a_run_are_refused_before_its_first(arguments: dict[str, Any]) -> None:
+    env = SingleTurnEnv(eval_dataset=[{"question": "?", "answer": "4"}])
+    with FakeOpenAIServer("4") as server:
+        with pytest.raises(ConfigError, match="n=4 answers to each call, of which one would be used"):
+            env.evaluate_sync(server.url, "fake", sampling_args=arguments)
+        assert not server.requests
 
 
 async def test_a_server_without_token_ids_is_told_what_is_missing() -> None:

@@ -320,3 +320,19 @@ async def test_a_judge_that_is_not_running_is_one_line_with_its_url(caplog: pyte
     (record,) = [record for record in caplog.records if record.name.startswith("verifiers")]
     assert f"gave no verdict ({url}): APIConnectionError" in record.message
     assert record.exc_info is None
+
+
+def test_a_judge_without_a_key_is_refused_before_the_first_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    rows = [{"question": "?", "answer": "4"}]
+    with FakeOpenAIServer("4") as server:
+        for rubric in (vf.JudgeRubric(funcs=[judge_yes_no]), vf.JudgeRubric(judge_api_key_var="NOT_SET")):
+            rubric.reward_funcs, rubric.reward_weights = [judge_yes_no], [1.0]
+            with pytest.raises(ConfigError, match="The judge has no API key: set the environment variable"):
+                vf.SingleTurnEnv(eval_dataset=rows, rubric=rubric).evaluate_sync(server.url, "fake")
+        assert not server.requests
+        asks_nobody = vf.JudgeRubric(funcs=[lambda completion: 1.0])
+        assert vf.SingleTurnEnv(eval_dataset=rows, rubric=asks_nobody).evaluate_sync(server.url, "fake").reward == [
+            1.0
+        ]

@@ -13,7 +13,7 @@ from verifiers.rubrics import Rubric
 from verifiers.rubrics.judge_rubric import JudgeRubric
 from verifiers.rubrics.scoring import SingleFlight, grading_deadline, waiting_turn
 from verifiers.testing import FakeOpenAIServer
-from verifiers.types import State
+from verifiers.types import RewardFunc, State
 
 
 def states_of(count: int) -> list[State]:
@@ -190,3 +190,15 @@ async def test_a_cancelled_caller_leaves_the_work_to_the_next() -> None:
         await first
     release.set()
     assert await asyncio.wait_for(second, 5) == "done"
+
+
+def test_functions_of_one_name_are_numbered_as_lambdas_are() -> None:
+    def at_least(least: int) -> RewardFunc:
+        def check(completion: str) -> float:
+            return float(len(completion) >= least)
+
+        return check
+
+    funcs = [at_least(1), lambda completion: 0.0, at_least(1000), lambda completion: 0.0, at_least(2)]
+    assert Rubric(funcs).get_reward_func_names() == ["check_1", "lambda_1", "check_2", "lambda_2", "check_3"]
+    assert Rubric(funcs[:2]).get_reward_func_names() == ["check", "<lambda>"]

@@ -108,12 +108,12 @@ async def test_every_kind_of_callable_is_a_reward_function(func: Any, value: flo
     assert (score.reward, score.errors) == (value, [])
 
 
-async def test_the_reward_is_the_weighted_sum_and_metrics_of_one_name_add_up() -> None:
+async def test_the_reward_is_the_weighted_sum_and_metrics_of_one_name_are_numbered() -> None:
     rubric = Rubric(funcs=[half, one, half], weights=[2.0, 0.5, 0.0])
     # what is not at the state's top is in its row
     scored = State(input={"prompt": "p", "answer": "a"}, completion="c", timing={"scoring_ms": 0.0, "total_ms": 2.0})
     (score,) = await rubric.score_group([scored])
-    assert score == RolloutScore(1.5, {"half": 1.0, "one": 1.0})
+    assert score == RolloutScore(1.5, {"half_1": 0.5, "one": 1.0, "half_2": 0.5})
     assert (scored["reward"], scored["metrics"]) == (score.reward, score.metrics)
     assert scored["timing"]["scoring_ms"] > 0
 

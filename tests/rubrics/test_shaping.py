@@ -165,3 +165,23 @@ async def test_a_step_without_a_number_is_a_failed_grade() -> None:
         scored = State(prompt="p", completion="c", trajectory=[{"reward": reward}])
         await vf.EpisodicSumRubric().score_group([scored])
         assert scored["grading_errors"][0]["func"] == "sum_step_rewards"
+
+
+def test_rewards_of_trls_form_get_lists_and_the_columns_they_name() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def right(completions: list[Any], answer: list[str], hint: list[Any], **kwargs: Any) -> list[float]:
+        seen.append(kwargs)
+        return [float(said[-1]["content"] == wanted) for said, wanted in zip(completions, answer, strict=True)]
+
+    async def named(prompts: list[Any], hint: list[Any]) -> list[float]:
+        return [float(one == "x") for one in hint]
+
+    rubric = vf.Rubric([vf.from_trl(right), vf.from_trl(named)])
+    rows = [{"question": "2+2?", "answer": "4", "info": {"hint": "x"}}]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=rubric)
+    with FakeOpenAIServer(["4", "5"]) as server:
+        results = env.evaluate_sync(server.url, "fake", rollouts_per_example=2)
+    assert sorted(results.metrics["right"]) == [0.0, 1.0]
+    assert results.metrics["named"] == [1.0, 1.0]
+    assert set(seen[0]) == {"prompts", "task"}

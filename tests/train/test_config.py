@@ -120,6 +120,13 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"streaming": True, "scale_rewards": "batch"}, "scale_rewards='batch' needs the rewards of the whole block"),
         ({"streaming": True, "loss_type": "bnpo"}, "loss_type='bnpo' divides by each micro-step's own tokens"),
         ({"streaming": True, "entropy_coef": 0.1}, "an entropy bonus is a mean over the tokens of the whole update"),
+        ({"beta": -0.1}, r"beta is -0.1; give 0 \(no KL term\) or more"),
+        ({"beta": float("nan")}, "beta is nan"),
+        ({"epsilon": -0.2}, "epsilon is -0.2; give 0 or more"),
+        ({"learning_rate": -1e-5}, "learning_rate is -1e-05; give 0 or more"),
+        ({"temperature": -1.0}, "temperature is -1.0; give a number above 0"),
+        ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high is 0.2, below epsilon=0.3"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "vLLM runs as a server here; start vf-vllm"),
         ({"kl_estimator": "k4", "beta": 0.1}, "kl_estimator is 'k4'; choose one of k1, k2, k3"),
         ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect with beta=0"),
         ({"kl_in_reward": True}, "kl_in_reward=True has no effect with beta=0"),
@@ -199,7 +206,7 @@ SUPPORTED = """
     importance_sampling_level learning_rate load_best_model_at_end log_completions log_completions_hub_repo
     log_level log_level_replica log_on_each_node log_unique_prompts logging_first_step logging_nan_inf_filter
     logging_steps logging_strategy loss_type lr_scheduler_kwargs lr_scheduler_type mask_truncated_completions
-    max_completion_length max_grad_norm max_steps metric_for_best_model min_p model_init_kwargs neftune_noise_alpha
+    max_completion_length max_grad_norm max_steps metric_for_best_model min_p model_init_kwargs
     num_completions_to_print num_generations num_generations_eval num_iterations num_train_epochs
     off_policy_mask_threshold optim optim_args optim_target_modules output_dir parallelism_config
     per_device_train_batch_size project push_to_hub ref_model_mixup_alpha ref_model_sync_steps repetition_penalty

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trl
 from accelerate.utils import DistributedType
 
 import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
 from verifiers.train.conflicts import refuse_processes
+from verifiers.train.run_file import load_run_file
 from verifiers.train.run_plan import plan_run
 
 
@@ -86,3 +88,77 @@ def test_other_ranks_wait_as_long_as_rank_0_may_and_longer_where_asked(
     args = settings(tmp_path, **given)
     assert args.ddp_timeout == seconds + 300
     assert args.ddp_timeout_delta.total_seconds() == seconds + 300
+
+
+def test_what_people_from_trl_give_in_the_place_of_an_environment_is_named(tmp_path: Path) -> None:
+    args: Any = settings(tmp_path, per_device_train_batch_size=2, num_generations=2, max_steps=1)
+    for given in ([{"question": "?"}], "my-env", vf.SingleTurnEnv):
+        with pytest.raises(ConfigError, match=r"give an environment, such as vf.load_environment\('my-env'\)"):
+            plan_run(args, given)
+    # its constructor warns of names that transformers will drop
+    other: Any = trl.GRPOConfig.__new__(trl.GRPOConfig)
+    with pytest.raises(ConfigError, match=r"args is a trl\..*GRPOConfig; give a verifiers.GRPOConfig"):
+        plan_run(other, vf.SingleTurnEnv(dataset=[{"question": "?"}]))
+
+
+def of_a_column(completion: Any, ground_truth: Any) -> float:
+    return 1.0
+
+
+def of_trl(completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def fine(completion: Any, judge: Any, extra: int = 3, **kwargs: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(("func", "missing"), [(of_a_column, "ground_truth"), (of_trl, "answer"), (fine, "judge")])
+def test_an_argument_that_nobody_supplies_is_refused_before_anything_is_sampled(
+    func: Any, missing: str, tmp_path: Path
+) -> None:
+    rubric = vf.Rubric([func])
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "4"}] * 2, rubric=rubric)
+    group = vf.EnvGroup([env, vf.SingleTurnEnv(dataset=[{"question": "?"}])], ["a", "b"])
+    args = settings(tmp_path, per_device_train_batch_size=2, num_generations=2, max_steps=1)
+    for made in (env, group):
+        with pytest.raises(ConfigError, match=f"has a parameter '{missing}', which nobody supplies; there are "):
+            plan_run(args, made)
+        with pytest.raises(ConfigError, match=f"'{missing}'"):
+            made.evaluate_sync("http://127.0.0.1:9/v1", "m")
+    rubric.add_class_object(missing, 1)
+    plan_run(args, env)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kl_coef", "give beta"),
+        ("max_tokens", "give max_completion_length"),
+        ("batch_size", "give per_device_train_batch_size"),
+        ("dtype", "give model_init_kwargs"),
+        ("max_prompt_length", "prompts are never cut"),
+        ("warmup_ratio", "give warmup_steps"),
+        ("learnig_rate", "did you mean 'learning_rate'"),
+    ],
+)
+def test_a_setting_of_another_trainer_is_told_what_is_meant(name: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"GRPOConfig has no setting '{name}'; .*{meant}"):
+        settings(tmp_path, **{name: 1})
+    file = tmp_path / "run.toml"
+    file.write_text(f'environment = {{ id = "x" }}\nmodel.path = "m"\n[trainer]\n{name} = 1\n')
+    with pytest.raises(ConfigError, match=rf"\[trainer\] has an unknown key '{name}'; .*{meant}"):
+        load_run_file(file)
+
+
+def test_arguments_of_trls_trainer_are_told_where_they_belong(tmp_path: Path) -> None:
+    for name, place in (("reward_funcs", r"vf.Rubric\(funcs"), ("train_dataset", "dataset="), ("evn", "'env'")):
+        given: Any = {name: []}
+        with pytest.raises(ConfigError, match=f"GRPOTrainer takes no '{name}'; .*{place}"):
+            vf.GRPOTrainer("m", None, settings(tmp_path), **given)
+
+
+def test_a_home_directory_in_a_models_path_is_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('environment = { id = "x" }\nmodel.path = "~/m"\n')
+    assert load_run_file(file).model.path == str(Path.home() / "m")

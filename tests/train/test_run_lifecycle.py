@@ -25,7 +25,7 @@ class Parts:
         self.events: list[str] = []
         self.began_at: int | None = None
         ranks = Ranks(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True))
-        args: Any = SimpleNamespace(output_dir=root, save_only_model=False, save_strategy="steps")
+        args: Any = SimpleNamespace(output_dir=root, save_only_model=False, save_strategy="steps", temperature=1.0)
         directory = RunDirectory(args, PLAN, ranks, None, None, checksums=dict, blocks=tuple)
         self._servers = servers
         parts: Any = (PLAN, ranks, directory, self, self, self)

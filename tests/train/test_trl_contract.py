@@ -39,6 +39,7 @@ PRIVATE_NAMES_OF_TRANSFORMERS = {
     "_get_grad_norm",
     "_load_best_model",
     "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
     "_save",
     "_save_checkpoint",
 }

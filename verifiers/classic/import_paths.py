@@ -89,6 +89,18 @@ CLASSIC_NAMES = {
     "verifiers.utils.message_utils:normalize_messages": "verifiers.types:as_messages",
     **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message"),
     "verifiers.utils.save_utils:make_dataset": "verifiers.classic.outputs:to_dataset",
+    **_moved("verifiers.trainers", "verifiers.train.config", "GRPOConfig grpo_defaults lora_defaults"),
+    **_moved("verifiers.trainers", "verifiers.train.trainer", "GRPOTrainer"),
+    **_moved("verifiers.trainers.async_batch_generator", "verifiers.rollouts.generator", "AsyncBatchGenerator"),
+    **_moved("verifiers.trainers.async_batch_generator", "verifiers.rollouts.block", "BatchRequest"),
+    **_moved("verifiers.trainers.grpo_config", "verifiers.train.config", "GRPOConfig"),
+    **_moved("verifiers.trainers.grpo_trainer", "verifiers.data.sampler", "RepeatSampler"),
+    **_moved(
+        "verifiers.trainers.grpo_trainer",
+        "verifiers.train.batching.micro_batches",
+        "shuffle_tensor_dict split_tensor_dict",
+    ),
+    **_moved("verifiers.trainers.grpo_trainer", "verifiers.train.trainer", "GRPOTrainer"),
     **_moved("verifiers.utils.tool_utils", _LATE, "convert_func_to_tool_def"),
     **_moved("verifiers.utils.tool_utils", "verifiers.envs.tools", "convert_func_to_oai_tool"),
 }

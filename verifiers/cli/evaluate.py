@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -85,7 +86,7 @@ def parser() -> CommandParser:
     add("--fresh", action="store_true", help="start a new run, though this command has one")
     add("-s", "--save-dataset", action="store_true", help="save the results as a datasets directory too")
     add("-H", "--save-to-hf-hub", action="store_true", help="push the results to the Hugging Face Hub")
-    add("-D", "--hf-hub-dataset-name", default="", metavar="NAME", help="dataset on the Hub (default: ENV--MODEL)")
+    add("-D", "--hf-hub-dataset-name", default="", metavar="NAME", help="dataset on the Hub (default: ENV-MODEL)")
     add = parser.group("output")
     add("--right-from", type=float, default=1.0, metavar="REWARD", help="reward from which pass@k counts a rollout")
     add("--prices", metavar="FILE", help="TOML table of prices by model, for the cost of the run")
@@ -211,7 +212,8 @@ async def _run(
 
     def text(on_terminal: bool) -> str:
         elapsed_s = time.perf_counter() - started
-        return progress_text(run, elapsed_s, in_flight=runner.limiter.in_flight, with_bar=on_terminal)
+        counts = {"in_flight": runner.limiter.in_flight, "grading": runner.activity.scoring}
+        return progress_text(run, elapsed_s, **counts, with_bar=on_terminal)
 
     line: Any = contextlib.nullcontext() if quiet else live_line(text)
     try:
@@ -257,7 +259,9 @@ def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
     if args.save_dataset:
         save_dataset(run.directory, run.directory / "dataset")
     if args.save_to_hf_hub:
-        name = args.hf_hub_dataset_name or f"{args.env}--{args.model}".replace("/", "--")
+        # the Hub takes no two dashes or dots together, and 96 characters
+        own = re.sub(r"[^\w.]+|\.{2,}", "-", f"{args.env}-{args.model}").strip("-.")[:96]
+        name = args.hf_hub_dataset_name or own
         push_dataset(run.directory, name)
 
 

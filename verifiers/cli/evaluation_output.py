@@ -24,7 +24,9 @@ _PLAIN_EVERY_S = 5.0
 _BAR_CHARACTERS = 12
 
 
-def progress_text(run: EvaluationRun, elapsed_s: float, *, in_flight: int, with_bar: bool = False) -> str:
+def progress_text(
+    run: EvaluationRun, elapsed_s: float, *, in_flight: int, grading: int, with_bar: bool = False
+) -> str:
     """Return the progress line: rollouts done, mean reward, time left, failures, retries, tokens a second."""
     results, done = run.results, run.finished_before + run.ran
     mean = f"{results.mean_reward:.3f}" if results.scored else "-"
@@ -40,6 +42,7 @@ def progress_text(run: EvaluationRun, elapsed_s: float, *, in_flight: int, with_
         f"{len(results) - results.scored} failed",
         f"{results.retries} retries",
         f"{in_flight} in flight",
+        *([f"grading {grading}"] if grading else []),
         f"{rate:,.0f} tokens/s",
     ]
     return "  ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
 from verifiers.keywords import warn_once
+from verifiers.rubrics.scoring import parameters_of, reward_name
 from verifiers.types import ChatMessage, Info, Messages, MessageType, drop_none
 
 if TYPE_CHECKING:
@@ -37,11 +39,12 @@ def format_dataset(
 ) -> Dataset:
     """Return the dataset with columns `id` (0 .. N-1), `prompt` and `answer` added where they are absent.
 
-    A prompt that is there already is left alone: neither system prompt nor examples are put before it. In completion
-    mode the question is the prompt itself. A dataset without rows is taken, with a warning.
+    Messages in `prompt` are left alone: neither system prompt nor examples are put before them. A text there is a
+    question, as in TRL's datasets. In completion mode the question is the prompt itself. A dataset without rows is
+    taken, with a warning.
 
     Raises:
-        ConfigError: neither a prompt nor a question; rows whose values differ in type.
+        ConfigError: neither a prompt nor a question; one that is no text; rows whose values differ in type.
     """
     table = _as_dataset(dataset)
     columns = table.column_names
@@ -54,16 +57,50 @@ def format_dataset(
         )
     sources = {"prompt": question_key, "answer": answer_key}
     added = {name: source for name, source in sources.items() if name not in columns and source in columns}
+    if "prompt" in columns and message_type == "chat":
+        if not isinstance(table[0]["prompt"], list):
+            added["prompt"] = "prompt"
+        elif system_prompt or few_shot:
+            warn_once(
+                __name__, "Rows with messages in `prompt` get neither system_prompt nor few_shot; put them there."
+            )
     if added:
 
-        def with_added(rows: Mapping[str, Any]) -> dict[str, Any]:
+        def with_added(rows: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
             values = {name: rows[source] for name, source in added.items()}
+            if "prompt" in values:
+                for place, question in zip(places, values["prompt"], strict=True):
+                    _check_question(question, place, added["prompt"])
             if "prompt" in values and message_type == "chat":
-                values["prompt"] = [format_prompt(text, system_prompt, few_shot) for text in values["prompt"]]
+                values["prompt"] = [
+                    [question] if isinstance(question, Mapping) else format_prompt(question, system_prompt, few_shot)
+                    for question in values["prompt"]
+                ]
             return values
 
         table = _map(table, with_added)
+    elif message_type == "chat":
+        _check_conversations(table)
     return table if "id" in columns else table.add_column("id", range(len(table)))
+
+
+def _check_conversations(table: Dataset) -> None:
+    """Refuse rows without a message; the table knows fast whether there are any."""
+    import pyarrow.compute
+
+    column = table.data.column("prompt")
+    if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
+        return
+    shortest = pyarrow.compute.min(pyarrow.compute.list_value_length(column)).as_py()
+    if column.null_count or shortest == 0:
+        for row, prompt in enumerate(table["prompt"]):
+            if not prompt:
+                raise ConfigError(f"Row {row} has no message in its 'prompt'; give it one, or leave the row out.")
+
+
+def _check_question(question: Any, row: int, column: str) -> None:
+    if not isinstance(question, (str, list)) and not (isinstance(question, Mapping) and "role" in question):
+        raise ConfigError(f"Row {row} has {str(question)[:80]!r} as its {column!r}; give a text, or messages.")
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
@@ -81,7 +118,8 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
     if not isinstance(prompt, str):
         prompt = [_lean_message(message) for message in prompt]
     answer, task = row.get("answer"), row.get("task")
-    return prompt, "" if answer is None else answer, task or "default", _info(row.get("info"))
+    task = "default" if task in (None, "") else str(task)
+    return prompt, "" if answer is None else answer, task, _info(row.get("info"))
 
 
 def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int | None:
@@ -156,13 +194,43 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
     # from_list looks at the first row's columns alone
     names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    if not _is_uniform(columns.get("info", [])):
+        # a table would give every dict the keys of all others; what JSON does not hold stays
+        with contextlib.suppress(TypeError):
+            columns["info"] = [json.dumps(info) if isinstance(info, Mapping) else info for info in columns["info"]]
     try:
-        return datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+        return datasets.Dataset.from_dict(columns)
+    except OverflowError:
+        name = next(name for name, values in columns.items() if any(map(_is_long, values)))
+        raise ConfigError(f"The column {name!r} has whole numbers beyond 64 bits; give them as text.") from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"A row has half of a character in {error.object[:60]!a}; a table holds whole characters."
+        ) from None
     except (TypeError, ValueError) as error:  # pyarrow's own errors are of these classes
         raise ConfigError(
             f"The rows do not fit one table ({error}): a column holds one type throughout; "
             "give an info that varies as JSON text."
         ) from error
+
+
+def _is_long(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_long, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_long, value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _is_uniform(values: Sequence[Any]) -> bool:
+    """Return whether all dicts among the values have the same keys, at every level."""
+    dicts = [value for value in values if isinstance(value, Mapping)]
+    items = [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    if dicts and any(one.keys() != dicts[0].keys() for one in dicts):
+        return False
+    inner = all(_is_uniform([one[key] for one in dicts]) for key in (dicts[0] if dicts else ()))
+    return inner and (not items or _is_uniform(items))
 
 
 def _map(table: Dataset, function: Any) -> Dataset:
@@ -172,7 +240,7 @@ def _map(table: Dataset, function: Any) -> Dataset:
     shown = datasets.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     try:
-        return table.map(function, batched=True)
+        return table.map(function, batched=True, with_indices=True)
     finally:
         if shown:
             datasets.enable_progress_bars()
@@ -202,4 +270,9 @@ class LazyDataset:
     def __set__(self, env: Any, dataset: Any) -> None:
         if dataset is not None and not callable(dataset):
             dataset = env.format_dataset(dataset, env.system_prompt, env.few_shot)
+            if len(dataset) and "answer" not in dataset.column_names:
+                named = [reward_name(func) for func in env.get_reward_funcs() if "answer" in parameters_of(func)[0]]
+                if named:
+                    text = f"No row has an answer: {', '.join(named)} will be given an empty one."
+                    warn_once(__name__, text)
         env.__dict__[self._name] = dataset

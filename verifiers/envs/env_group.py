@@ -75,7 +75,7 @@ def _with_tasks(dataset: Dataset, name: str, routes: dict[str, Route]) -> Datase
     dataset = dataset.remove_columns([column for column in ("id", "example_id") if column in dataset.column_names])
     if "task" not in dataset.column_names:
         return dataset.add_column("task", [name] * len(dataset))
-    tasks = [task or name for task in dataset["task"]]
+    tasks = [name if task in (None, "") else str(task) for task in dataset["task"]]
     outer = {task: _outer_task(Route(name, task), routes) for task in dict.fromkeys(tasks)}
     return dataset.remove_columns("task").add_column("task", [outer[task] for task in tasks])
 

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
@@ -69,12 +70,28 @@ def _module_name(env_id: str) -> str:
     return env_id.strip().rsplit("/", 1)[-1].replace("-", "_")
 
 
-def _find_factory(env_id: str) -> Callable[..., Any]:
+def declared_by(env_id: str) -> EntryPoint | None:
+    """Return the entry point of an installed package that declares the environment; None where none does."""
     name = _module_name(env_id)
-    declared = [(entry.module, entry.attr) for entry in _entry_points() if _module_name(entry.name) == name]
-    if not declared and not (all(part.isidentifier() for part in name.split(".")) and _module_exists(name)):
+    return next((entry for entry in _entry_points() if _module_name(entry.name) == name), None)
+
+
+def module_of(env_id: str) -> str | None:
+    """Return the name in `sys.modules` of the environment's module once it is loaded; None where there is none."""
+    entry, name = declared_by(env_id), _module_name(env_id)
+    if entry is not None:
+        return entry.module
+    if _own_file(name) is not None:
+        return f"verifiers_environment_{name}"
+    is_name = all(part.isidentifier() for part in name.split("."))
+    return name if is_name and _module_exists(name) else None
+
+
+def _find_factory(env_id: str) -> Callable[..., Any]:
+    entry, module = declared_by(env_id), module_of(env_id)
+    if module is None:
         raise UnknownEnvironmentError(_unknown_message(env_id))
-    module, attribute = declared[0] if declared else (name, "")
+    attribute = entry.attr if entry is not None else ""
     factory = getattr(_import(env_id, module), attribute or "load_environment", None)
     if not callable(factory):
         raise ConfigError(
@@ -82,6 +99,33 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
             "that returns an environment."
         )
     return factory
+
+
+def _own_file(name: str) -> Path | None:
+    """Return a file on the import path that no import statement finds: `my-env.py`, `2fast.py`, or `json.py`."""
+    if name.isidentifier() and name not in sys.stdlib_module_names and _module_exists(name):
+        return None
+    standard = Path(os.__file__).parent
+    for directory in map(Path, sys.path):
+        if directory == standard or not directory.is_dir():
+            continue
+        for path in sorted(directory.glob("*.py")):
+            if _module_name(path.stem) == name:
+                return path
+    return None
+
+
+def _import_file(module: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(module, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = sys.modules[module] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[module]
+        raise
+    return made
 
 
 def _module_exists(name: str) -> bool:
@@ -97,7 +141,8 @@ def _module_exists(name: str) -> bool:
 
 def _import(env_id: str, module: str) -> Any:
     try:
-        return importlib.import_module(module)
+        path = None if module in sys.modules else _own_file(_module_name(env_id))
+        return importlib.import_module(module) if path is None else _import_file(module, path)
     except ConfigError:
         raise
     except ModuleNotFoundError as error:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from verifiers.envs.registry import declared_by, module_of
+
 _GIT_TIMEOUT_S = 5.0
 _MOST_FILES = 500
 
@@ -27,16 +29,12 @@ def environment_provenance(env_id: str) -> dict[str, str | None]:
 
     An installed version says little about a package that is edited in place; the source says what was run.
     """
-    name = env_id.strip().rsplit("/", 1)[-1].replace("-", "_")
-    module, version = name, None
-    for entry in importlib.metadata.entry_points(group="verifiers.environments"):
-        if entry.name.replace("-", "_") == name:
-            module, version = entry.module, entry.dist.version if entry.dist is not None else None
-            break
+    entry, module = declared_by(env_id), module_of(env_id) or ""
+    version = entry.dist.version if entry is not None and entry.dist is not None else None
     file = getattr(sys.modules.get(module), "__file__", None)
     path = None if file is None else Path(file)
     return {
-        "env_version": version or _version(name.replace("_", "-")),
+        "env_version": version or _version(env_id.strip().rsplit("/", 1)[-1].replace("_", "-")),
         "env_source": None if path is None else _source_hash(path),
         "env_directory": None if path is None else str(_import_root(path.resolve(), module)),
     }
@@ -64,7 +62,13 @@ def _import_root(path: Path, module: str) -> Path:
 
 
 def _source_hash(path: Path) -> str | None:
-    files = sorted(path.parent.rglob("*.py"))[:_MOST_FILES] if path.name == "__init__.py" else [path]
+    """Return a hash of a package's files, or of a module and those beside it that are loaded."""
+    if path.name == "__init__.py":
+        files = sorted(path.parent.rglob("*.py"))[:_MOST_FILES]
+    else:
+        loaded = {Path(file) for one in list(sys.modules.values()) if (file := getattr(one, "__file__", None))}
+        beside = {file for file in loaded if file.parent == path.parent and "site-packages" not in file.parts}
+        files = sorted({path, *beside})
     digest = hashlib.blake2b(digest_size=8)
     try:
         for source in files:

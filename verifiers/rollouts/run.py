@@ -129,6 +129,14 @@ class Deadlines:
                 deadline.reschedule(0.0)
 
 
+def refuse_unsupplied(env: Any) -> None:
+    """Raise ConfigError where a reward function needs an argument that nobody supplies."""
+    for member in getattr(env, "envs", None) or [env]:
+        check = getattr(getattr(member, "rubric", None), "refuse_unsupplied", None)
+        if check is not None:
+            check()
+
+
 @dataclass(slots=True)
 class Run:
     """What the rollouts of a run share.
@@ -162,6 +170,15 @@ class Run:
     workers: Any = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     _clients: dict[RolloutKey, RolloutClient] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        asked = {**self.sampling_args, **(self.sampling_args.get("extra_body") or {})}.get("n")
+        if asked not in (None, 1):
+            raise ConfigError(
+                f"the sampling arguments ask for n={asked} answers to each call, of which one would be used; leave n "
+                "out, and raise the number of rollouts."
+            )
+        refuse_unsupplied(self.env)
 
     # -- one rollout ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import SingleFlight
+from verifiers.rubrics.scoring import SingleFlight, parameters_of
 from verifiers.types import Messages, RewardFunc, State, content_text, message_field, message_text
 
 __all__ = ["DEFAULT_JUDGE_PROMPT", "JudgeRubric", "LazyOpenAI", "judge_yes_no", "parse_yes_no", "question_text"]
@@ -48,6 +48,10 @@ Is the response correct?
 </response>
 
 Answer with one word: "yes" or "no"."""
+
+
+MAX_TOKENS = 4096
+"""Tokens of a judge's answer where nothing else is asked for: one that rambles would hold up its rollout."""
 
 
 class LazyOpenAI:
@@ -175,7 +179,8 @@ class JudgeRubric(Rubric):
         judge_client: an AsyncOpenAI or OpenAI, or any object with `chat.completions.create`. Left out, an
             AsyncOpenAI is made at the first call, from OPENAI_API_KEY and OPENAI_BASE_URL.
         judge_model: the judge's name on its server.
-        judge_sampling_args: OpenAI's sampling arguments; max_tokens is sent as max_completion_tokens.
+        judge_sampling_args: OpenAI's sampling arguments; max_tokens is sent as max_completion_tokens, 4,096 where it
+            is left out.
         judge_prompt: may have {question} (the prompt's last user message), {answer} and {response} (the parsed
             completion); other braces are written twice.
         funcs, weights: as for `Rubric`.
@@ -236,6 +241,12 @@ class JudgeRubric(Rubric):
             judge_sampling_args=self.judge_sampling_args,
             verdict=self.verdict,
         )
+
+    def refuse_unsupplied(self) -> None:
+        super().refuse_unsupplied()
+        names = {name for func in self.reward_funcs for name in parameters_of(func)[0]}
+        if isinstance(self.judge_client, LazyOpenAI) and names & {"judge", "judge_client", "verdict"}:
+            _ = self.judge_client.api_key
 
     def judge(
         self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any
@@ -315,8 +326,8 @@ class JudgeRubric(Rubric):
         # a judge's answers are not the policy's
         client = client.untrained if hasattr(type(client), "untrained") else client
         given = {name: value for name, value in (self.judge_sampling_args or {}).items() if value is not None}
-        if "max_tokens" in given:
-            given = {"max_completion_tokens": given.pop("max_tokens"), **given}
+        most = given.pop("max_tokens", MAX_TOKENS)
+        given = {"max_completion_tokens": most, **given}
         arguments = {**given, "model": self.judge_model, "messages": [{"role": "user", "content": text}]}
         policy = RetryPolicy(max_attempts=self.judge_tries, base_s=_BACKOFF_S, cap_s=_LONGEST_WAIT_S)
         deadline = asyncio.timeout(self.judge_timeout_s)

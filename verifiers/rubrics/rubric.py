@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 from verifiers.errors import ConfigError, GradingError
-from verifiers.keywords import check_parameters, set_extra_keywords, warn_once
+from verifiers.keywords import check_parameters, required_parameters, set_extra_keywords, warn_once
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.scoring import (
     ARGUMENTS,
@@ -56,7 +56,7 @@ class Rubric:
 
     A function that raises or gives no finite number counts 0.0 in the sum, as it always did, but the failure is in
     the score's `errors` (and in `state["grading_errors"]`), so that no failed grade passes for a reward of zero.
-    Metrics of functions with the same name add up; lambdas have none, and are lambda_1, lambda_2, ...
+    Functions of one name, such as lambdas, are name_1, name_2, ... among the metrics.
 
     A subclass scores in its own way by overriding `score_states`. Overrides of the classic methods (`score_rollout`,
     `score_rollouts`, `score_group`, `call_reward_func`) take effect too.
@@ -136,6 +136,20 @@ class Rubric:
         """Return whether there is nothing to score by: no function, and no scoring of a subclass's own."""
         is_plain = getattr(self.score_states, "__func__", None) is Rubric.score_states
         return is_plain and not self.scores_groups_itself and not self.get_reward_funcs()
+
+    def refuse_unsupplied(self) -> None:
+        """Raise ConfigError for a function with an argument that nobody supplies; before anything is sampled."""
+        if getattr(self.score_states, "__func__", None) is not Rubric.score_states or not self.checks_parameters:
+            return  # a rubric that calls functions in its own way
+        for func in self.get_reward_funcs():
+            known = {*(PLURALS if is_group_func(func) else (*ARGUMENTS,)), *self.class_objects}
+            missing = next((name for name in required_parameters(func) if name not in known), None)
+            if missing is not None:
+                of_trl = " One of TRL's form is vf.from_trl(func)." if is_group_func(func) else ""
+                raise ConfigError(
+                    f"The reward function {reward_name(func)!r} has a parameter {missing!r}, which nobody supplies; "
+                    f"there are {', '.join(sorted(known))}. Other columns of a row go into its info.{of_trl}"
+                )
 
     async def score_group(self, states: Sequence[State], score_sem: Any = None) -> list[RolloutScore]:
         """Score the rollouts of one prompt together; also sets `reward` and `metrics` in each state.
@@ -316,6 +330,10 @@ class RubricGroup(Rubric):
         """Add a function to the first rubric's weighted sum."""
         assert self.rubrics, "RubricGroup must have at least one rubric, whose function it becomes."
         self.rubrics[0].add_reward_func(func, weight)
+
+    def refuse_unsupplied(self) -> None:
+        for rubric in self.rubrics:
+            rubric.refuse_unsupplied()
 
     def add_class_object(self, name: str, value: Any) -> None:
         """Make an object available to every function of the first rubric that has a parameter of this name."""

@@ -17,6 +17,7 @@ import math
 import os
 import reprlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -317,12 +318,10 @@ def reward_name(func: Callable[..., Any]) -> str:
 
 
 def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:
-    """Return the functions' names, which are their metrics' names; several lambdas are numbered by their order."""
+    """Return the functions' names, which are their metrics' names; those of one name are numbered by their order."""
     names = [reward_name(func) for func in funcs]
-    if names.count("<lambda>") < 2:
-        return names
-    numbers = itertools.count(1)
-    return [f"lambda_{next(numbers)}" if name == "<lambda>" else name for name in names]
+    numbers = {name: itertools.count(1) for name, count in Counter(names).items() if count > 1}
+    return [f"{name.strip('<>')}_{next(numbers[name])}" if name in numbers else name for name in names]
 
 
 def finite_float(value: Any) -> float:

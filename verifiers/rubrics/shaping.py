@@ -1,4 +1,4 @@
-"""Ready-made rewards: a penalty for length, the R1-Zero format, and the sum of step rewards."""
+"""Ready-made rewards: a penalty for length, the R1-Zero format, the sum of step rewards, and those of TRL's form."""
 
 from __future__ import annotations
 
@@ -11,16 +11,36 @@ from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser, extract_boxed_answer
 from verifiers.rubrics.math_equality import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, math_verdict
 from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.scoring import parameters_of, reward_name
 from verifiers.types import RewardFunc, State, message_field, message_text
 
 __all__ = [
     "EpisodicSumRubric",
     "completion_tokens",
+    "from_trl",
     "overlong_penalty",
     "r1_zero_reward",
     "r1_zero_rubric",
     "sum_step_rewards",
 ]
+
+
+def from_trl(func: Callable[..., Any]) -> RewardFunc:
+    """Return a reward function of TRL's form, as a rubric calls functions.
+
+    TRL gives lists, one item a completion: `prompts`, `completions`, and each column of the dataset under its own
+    name. Here these are the rows' `answer` and `task` and the keys of `info`, None where a row has none. It returns a
+    list of numbers, or is async.
+    """
+    names, takes_everything = parameters_of(func)
+
+    def of_group(prompts: Any, completions: Any, answers: Any, tasks: Any, infos: Any) -> Any:
+        columns = {key: [info.get(key) for info in infos] for key in dict.fromkeys(k for info in infos for k in info)}
+        given = {**columns, "prompts": prompts, "completions": completions, "answer": answers, "task": tasks}
+        return func(**(given if takes_everything else {name: given[name] for name in names if name in given}))
+
+    of_group.__name__ = reward_name(func)
+    return of_group
 
 
 def overlong_penalty(*, max_tokens: int, buffer_tokens: int) -> Callable[..., float]:

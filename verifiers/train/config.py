@@ -15,8 +15,9 @@ import torch
 import trl
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
+from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import is_loopback
-from verifiers.train.conflicts import longest_wait_s, refuse_biased_sampling, refuse_conflicts
+from verifiers.train.conflicts import longest_wait_s, refuse_biased_sampling, refuse_conflicts, unknown_setting
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -165,6 +166,13 @@ class GRPOConfig(trl.GRPOConfig):
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]
     report_to: Any = "none"
     disable_dropout: bool | None = None  # type: ignore[assignment]
+
+    def __new__(cls, *_: Any, **given: Any) -> GRPOConfig:
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                hint = unknown_setting(name, cls.__dataclass_fields__)
+                raise ConfigError(f"GRPOConfig has no setting {name!r}; {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         refuse_conflicts(self)

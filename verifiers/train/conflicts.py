@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "refuse_biased_sampling",
     "refuse_conflicts",
     "refuse_processes",
+    "unknown_setting",
 ]
 
 CHOICES: dict[str, Collection[str]] = {
@@ -35,6 +37,11 @@ _BOUNDS = {
     "rollout_retries": (0, "0 or more"),
     "dynamic_sampling_max_groups": (0, "0 or more"),
     "max_tokens_per_micro_batch": (1, "1 or more, or None"),
+    "beta": (0, "0 (no KL term) or more"),
+    "epsilon": (0, "0 or more"),
+    "learning_rate": (0, "0 or more"),
+    "weight_decay": (0, "0 or more"),
+    "temperature": (0, "a number above 0, such as 1.0"),
 }
 
 _ABOVE_ZERO = {
@@ -79,11 +86,39 @@ UNSUPPORTED: dict[str, str] = {
     "use_transformers_continuous_batching": "rollouts come from a server; start vf-serve or vf-vllm",
     "transformers_continuous_batching_config": "rollouts come from a server; give options to vf-serve or vf-vllm",
     "use_transformers_paged": "rollouts come from a server; start vf-serve or vf-vllm",
+    "neftune_noise_alpha": (
+        "its noise would be in the trained pass alone, which would be another policy's than the sampler's; "
+        "regularize by beta or weight_decay"
+    ),
     "auto_find_batch_size": "sizes are those of the batch plan; bound memory by max_tokens_per_micro_batch",
 }
 """Fields of TRL's config that would change what is trained or how a run goes, with what to use instead."""
 
+_MEANT = {
+    "kl_coef": "beta",
+    "max_tokens": "max_completion_length",
+    "batch_size": "per_device_train_batch_size",
+    "dtype": "model_init_kwargs, such as {'dtype': 'bfloat16'}",
+    "torch_dtype": "model_init_kwargs, such as {'dtype': 'bfloat16'}",
+    "max_prompt_length": "max_seq_len, which drops longer rows: prompts are never cut",
+    "warmup_ratio": "warmup_steps, of which one below 1 is a share of the run",
+    "reward_funcs": "the environment's rubric, vf.Rubric(funcs=[...])",
+    "train_dataset": "the environment's dataset=",
+    "tokenizer": "processing_class",
+}
+"""What settings of other trainers, and of TRL's GRPOTrainer, are here."""
+
 _MARGIN_S, _LONGEST_S = 300.0, 30 * 86400.0
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> str:
+    """Return what an unknown setting probably means, for the end of a sentence."""
+    names = sorted(known)
+    if name in _MEANT:
+        return f"give {_MEANT[name]}."
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(names[:12])}."
+
 
 _Refusals = Iterator[tuple[bool, str]]
 """Conditions, each with the sentence that refuses it."""
@@ -115,7 +150,8 @@ def _values(args: Any) -> _Refusals:
         )
     for name, (least, wanted) in _BOUNDS.items():
         if (value := getattr(args, name)) is not None:
-            yield value < least, f"{name} is {value}; give {wanted}."
+            # not a number is less than nothing, and at least nothing either
+            yield not value >= least, f"{name} is {value}; give {wanted}."
     for name, wanted in _ABOVE_ZERO.items():
         if (value := getattr(args, name)) is not None:
             yield not value > 0, f"{name} is {value:g}; give {wanted}."
@@ -178,6 +214,11 @@ def _loss(args: Any) -> _Refusals:
         args.max_completion_length is None and name == "dr_grpo",
         "loss_type='dr_grpo' divides by max_completion_length, which is None; give it a number of tokens, or use "
         "'dapo'.",
+    )
+    yield (
+        args.epsilon_high is not None and args.epsilon_high < args.epsilon and name != "cispo",
+        f"epsilon_high is {args.epsilon_high}, below epsilon={args.epsilon}: ratios would be cut sooner upwards than "
+        "downwards; give epsilon or more, or leave it out.",
     )
     level, mode = args.importance_sampling_level, args.vllm_importance_sampling_mode
     yield (
@@ -302,6 +343,11 @@ def _unsupported(args: Any) -> _Refusals:
     import trl
 
     defaults = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    yield (
+        args.use_vllm and args.vllm_mode != "server",
+        f"use_vllm=True with vllm_mode={args.vllm_mode!r}: vLLM runs as a server here; start vf-vllm, give "
+        "server_url, and leave both out.",
+    )
     for name, instead in UNSUPPORTED.items():
         value = getattr(args, name)
         yield (

@@ -6,14 +6,14 @@ Unknown keys are errors that name the nearest known one.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
+import os
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy, curriculum_from
 from verifiers.data.curriculum import Curriculum
@@ -37,7 +37,9 @@ class EnvironmentTable(_Table):
 class ModelTable(_Table):
     """`[model]`: the policy's start."""
 
-    path: str = Field(description="Directory written by save_pretrained, or a hub name.")
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
+        description="Directory written by save_pretrained, or a hub name."
+    )
 
 
 class ServerTable(_Table):
@@ -201,7 +203,7 @@ def _unknown_key(path: str | Path, place: Sequence[str], known: Iterable[str] = 
         table: Any = RunFile.model_fields[tables[0]].annotation if tables else RunFile
         models = [one for one in (table, *get_args(table)) if isinstance(one, type) and issubclass(one, BaseModel)]
         names = list(models[0].model_fields)
-    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(sorted(names)[:12])}."
+    from verifiers.train.conflicts import unknown_setting
+
     where = f"[{'.'.join(tables)}]" if tables else "the file"
-    return ConfigError(f"{path}: {where} has an unknown key {key!r}; {hint}")
+    return ConfigError(f"{path}: {where} has an unknown key {key!r}; {unknown_setting(key, names)}")

@@ -12,7 +12,7 @@ from verifiers.errors import CheckpointError
 from verifiers.interrupt import Termination
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.rollout_session import RolloutSession
-from verifiers.train.checkpoint.checkpoint import curriculum_state, load_pending_blocks, resume_step
+from verifiers.train.checkpoint.checkpoint import curriculum_state, resume_step
 from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, visible_checkpoint
 from verifiers.train.evaluation.evaluator import Evaluator
 from verifiers.train.monitor import RunMonitor
@@ -66,7 +66,7 @@ class RunLifecycle:
         further = self._directory.begin(point, self._evaluator.stored.own)
         restore_curriculum(self._plan, further if point.checkpoint else self._state_at_0)
         if point.checkpoint:
-            prefetcher.restore(still_planned(self._plan, load_pending_blocks(point.checkpoint)))
+            prefetcher.restore(still_planned(self._plan, self._directory.pending_blocks(point.checkpoint, further)))
         self._monitor.begin(
             self.first_step if point.checkpoint else None,
             servers=self._session.servers,

@@ -17,6 +17,7 @@ from verifiers.data.curriculum import Curriculum
 from verifiers.data.row_source import HasReplacements, RowSource, StagedRows, rows_by_name
 from verifiers.errors import ConfigError
 from verifiers.rollouts.recording_client import refuse_non_text
+from verifiers.rollouts.run import refuse_unsupplied
 from verifiers.train.config import GRPOConfig, setting_name
 from verifiers.train.conflicts import refuse_biased_sampling
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
@@ -60,6 +61,11 @@ def plan_run(
     Raises:
         ConfigError: with what is to be changed.
     """
+    if not issubclass(type(args), GRPOConfig):
+        kind = f"{type(args).__module__}.{type(args).__name__}"
+        raise ConfigError(f"args is a {kind}; give a verifiers.GRPOConfig, which has the same fields.")
+    if isinstance(env, type) or not hasattr(env, "get_dataset"):
+        raise ConfigError(f"env is {env!r:.100}; give an environment, such as vf.load_environment('my-env').")
     _refuse_unwritable(str(args.output_dir))
     _refuse_unknown_reports(args.report_to)
     batches = plan_batches(args, env, curriculum)
@@ -89,6 +95,7 @@ def plan_batches(args: GRPOConfig, env: Any, curriculum: Curriculum | Curriculum
             "the environment's rubric has no reward function, so every reward is 0.0 and nothing is learned; give "
             "the environment rubric=Rubric(funcs=[...])."
         )
+    refuse_unsupplied(env)
     rows = env.get_dataset()
     if len(rows) == 0:
         raise ConfigError("the environment's training dataset has no rows; give it dataset= with some.")
@@ -164,7 +171,7 @@ def datasets_of(env: Any) -> dict[str, list[int]]:
     dataset = env.get_dataset()
     if "task" not in dataset.column_names:
         return {"default": list(range(len(dataset)))}
-    tasks = dataset["task"]
+    tasks = [task if task is None else str(task) for task in dataset["task"]]
     members: Mapping[str, Any] | None = getattr(env, "env_map", None)
     if members is None:
         return rows_by_name(tasks)

@@ -20,7 +20,9 @@ from transformers import PrinterCallback, ProgressCallback
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
+from verifiers.errors import ConfigError
 from verifiers.interrupt import Termination
+from verifiers.keywords import parameter_names
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
@@ -28,9 +30,9 @@ from verifiers.train.batching.rollout_session import RolloutPrefetcher, RolloutS
 from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
 from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
-from verifiers.train.checkpoint.weights import CheckpointWeights
+from verifiers.train.checkpoint.weights import CheckpointWeights, settings_of_the_run
 from verifiers.train.config import GRPOConfig
-from verifiers.train.conflicts import refuse_processes
+from verifiers.train.conflicts import refuse_processes, unknown_setting
 from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
@@ -98,7 +100,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         eval_dataset: Any = None,
         eval_env: Any = None,
         plan: RunPlan | None = None,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            known = parameter_names(GRPOTrainer.__init__)
+            raise ConfigError(f"GRPOTrainer takes no {name!r}; {unknown_setting(name, known)}")
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
         if isinstance(model, str):
             check_model_path(model)
@@ -125,6 +131,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
                 peft_config=peft_config,
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError(
+                "nothing of the policy is trainable; load an adapter with is_trainable=True, or call "
+                "model.requires_grad_(True)."
             )
         if args.kl_in_reward:
             self.beta = 0.0
@@ -424,6 +435,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_from_checkpoint(self, path: str, model: Any = None) -> None:
         self.checkpoint_weights.load(path, functools.partial(super()._load_from_checkpoint, path, model))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with settings_of_the_run(self.optimizer, self.lr_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         self.checkpoint_weights.load(str(self.state.best_model_checkpoint), super()._load_best_model)

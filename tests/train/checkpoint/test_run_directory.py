@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import os
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainerState
+import torch
+from transformers import TrainerState, get_scheduler
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.errors import CheckpointError, ConfigError, GenerationError
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.checkpoint import MARKER, TENSORS, extra_state, mark_complete, mark_incomplete
 from verifiers.train.checkpoint.run_directory import (
@@ -30,13 +33,16 @@ from verifiers.train.checkpoint.run_directory import (
     raises_checkpoint_error,
     rotate_checkpoints,
 )
+from verifiers.train.checkpoint.weights import settings_of_the_run
 from verifiers.train.processes.distributed import Ranks
+from verifiers.types import Outcome, RolloutKey
 
 PLAN = make_plan(per_device_train_batch_size=4, num_generations=4, num_iterations=2, max_steps=10, num_prompts=12)
 
 
 def a_directory(root: Path, **settings: Any) -> RunDirectory:
-    given = {"should_save": True, "save_only_model": False, "save_strategy": "steps", "save_total_limit": None}
+    given: dict[str, Any] = {"should_save": True, "save_only_model": False, "save_strategy": "steps"}
+    given |= {"save_total_limit": None, "temperature": 1.0}
     args: Any = SimpleNamespace(output_dir=root, **{**given, **settings})
     ranks = Ranks(SimpleNamespace(wait_for_everyone=lambda: None))
     return RunDirectory(args, PLAN, ranks, None, "a model", checksums=dict, blocks=lambda: ())
@@ -57,7 +63,10 @@ def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp
     for _ in range(2):
         first.close()
     point = other.choose(True)
-    assert (point.checkpoint, other.begin(point, ())) == (str(tmp_path / "checkpoint-2"), {TENSORS: {}})
+    assert (point.checkpoint, other.begin(point, ())) == (
+        str(tmp_path / "checkpoint-2"),
+        {TENSORS: {}, "temperature": 1.0},
+    )
     other.close()
 
 
@@ -76,7 +85,7 @@ def test_a_block_in_flight_that_failed_does_not_keep_the_weights_from_being_save
 
     directory._blocks = fails
     save(directory, 2)
-    assert extra_state(tmp_path / "checkpoint-2") == {TENSORS: {}}
+    assert extra_state(tmp_path / "checkpoint-2") == {TENSORS: {}, "temperature": 1.0}
 
 
 def test_older_checkpoints_are_deleted_here_alone_and_once_the_newer_one_is_complete(tmp_path: Path) -> None:
@@ -326,3 +335,45 @@ def test_a_disk_without_locks_refuses_nobody(
     for _ in range(2):
         lock_output_dir(tmp_path).release()
     assert not [name for name in os.listdir(tmp_path) if name != LOCK]
+
+
+def test_blocks_that_were_sampled_at_another_temperature_are_not_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = ScoredBlock(1, [Group(0, [Rollout(RolloutKey(1, 0, 0), Outcome.COMPLETED, "p", "c", reward=1.0)])])
+    first = a_directory(tmp_path)
+    first._blocks = lambda: [block]
+    save(first, 2)
+    for temperature, kept in ((1.0, [1]), (0.5, [])):
+        directory = a_directory(tmp_path, temperature=temperature)
+        point = directory.choose(True)
+        further = directory.begin(point, ())
+        assert [one.block_id for one in directory.pending_blocks(str(point.checkpoint), further)] == kept
+        directory.close()
+    assert caplog.text.count("sampled at temperature 1 are generated again at 0.5") == 1
+
+
+def test_a_resumed_run_has_the_learning_rate_weight_decay_and_schedule_of_its_own_settings() -> None:
+    def made(rate: float, decay: float, steps: int) -> tuple[torch.optim.AdamW, Any]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=rate, weight_decay=decay)
+        return optimizer, get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+
+    def step(optimizer: torch.optim.AdamW, scheduler: Any) -> float:
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    before = made(1e-2, 0.0, 2)
+    for _ in range(2):
+        step(*before)
+    states = [part.state_dict() for part in before]
+    for rate, decay, steps, expected in ((1e-2, 0.0, 6, 1e-2 * 4 / 6), (1e-3, 0.1, 4, 1e-3 * 2 / 4)):
+        optimizer, scheduler = made(rate, decay, steps)
+        with settings_of_the_run(optimizer, scheduler):
+            for part, state in zip((optimizer, scheduler), states, strict=True):
+                part.load_state_dict(copy.deepcopy(state))
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["weight_decay"]) == (pytest.approx(expected), decay)
+        assert optimizer.state[group["params"][0]]["step"] == 2
+        assert step(optimizer, scheduler) == pytest.approx(rate * (steps - 3) / steps)

@@ -55,6 +55,7 @@ def check(found: Capabilities, weight_sync: str = "directory", adapter_rank: int
             "model": "policy",
             "encode": lambda text: [1, 2, 3],
             "needed_tokens": 100,
+            "longest_row": 7,
             **options,
         },
     )
@@ -80,7 +81,11 @@ def test_a_server_that_says_nothing_is_not_refused_for_it() -> None:
         (changed(models=("a", "b")), {}, r"'a', 'b', not 'policy'.*--served-model-name policy"),
         (changed(sample_ids=(1, 2)), {}, "encodes a sample as 2 tokens and the trainer's as 3.*--tokenizer"),
         (changed(sample_ids=(1, 2, 4)), {}, "or as other ones"),
-        (COMPLETE, {"needed_tokens": 101}, "context is 100 tokens.*--max-model-len 101"),
+        (
+            COMPLETE,
+            {"needed_tokens": 101, "longest_row": 7},
+            "context is 100 tokens.*training row 7.*--max-model-len 101",
+        ),
         (changed(transfer_backend=""), {"weight_sync": "nccl"}, "--weight-transfer-config"),
         (changed(software=None), {"weight_sync": "nccl"}, "needs vLLM"),
         (changed(max_lora_rank=0), {"weight_sync": "lora"}, "--enable-lora --max-lora-rank 8"),

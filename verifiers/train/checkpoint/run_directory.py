@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from verifiers.train.checkpoint.checkpoint import (
     curriculum_state,
     describe_run,
     extra_state,
+    load_pending_blocks,
     mark_complete,
     mark_incomplete,
     resume_step,
@@ -264,6 +265,9 @@ def note_saved(
 # -- the directory while a run is in progress ------------------------------------------------------------------------
 
 
+_TEMPERATURE = "temperature"
+
+
 class RunDirectory:
     """The output directory of a run, which no other run writes to meanwhile; every rank has one.
 
@@ -321,6 +325,15 @@ class RunDirectory:
         self._block_log = BlockLog(self.path, self._plan.first_block_after(point.step))
         return extra_state(point.checkpoint) if point.checkpoint else {}
 
+    def pending_blocks(self, checkpoint: str, further: Mapping[str, Any]) -> list[ScoredBlock]:
+        """Return the blocks that a checkpoint keeps; none where they were sampled at another temperature."""
+        before, now = further.get(_TEMPERATURE, self._args.temperature), self._args.temperature
+        if before != now:
+            text = "blocks that were sampled at temperature %g are generated again at %g"
+            logger.warning(text, before, now)
+            return []
+        return load_pending_blocks(checkpoint)
+
     def log_block(self, block: ScoredBlock, step: int, dropped: Sequence[Dropped]) -> None:
         """Write down the fate of the rollouts of a block that begins after `step` optimizer steps."""
         if self._block_log is not None:
@@ -365,7 +378,7 @@ class RunDirectory:
                     save_pending_blocks(checkpoint, self._blocks())
                 if self._block_log is not None:
                     self._block_log.sync()
-                extra = {**curriculum_state(self._plan), TENSORS: tensors}
+                extra = {**curriculum_state(self._plan), TENSORS: tensors, _TEMPERATURE: self._args.temperature}
                 mark_complete(checkpoint, self._plan, step, extra, self._rows, self._model)
         if writes:
             rotate_checkpoints(self.path, self._limit, state.best_model_checkpoint)

@@ -6,9 +6,10 @@ experts, prefixes), it leaves tensors as they are and warns (huggingface/transfo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,27 @@ from verifiers.errors import CheckpointError, Error
 from verifiers.train.checkpoint.checkpoint import MARKER, START_NEW, TENSORS, extra_state
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync.protocol import gathered_tensors
+
+
+@contextlib.contextmanager
+def settings_of_the_run(optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """Keep learning rate, weight decay and schedule as this run has them while a checkpoint's states are loaded.
+
+    transformers takes them from the checkpoint, and the first step's rate from the end of the schedule there was.
+    Schedules that are no function of the step are left as they were loaded.
+    """
+    groups = getattr(optimizer, "param_groups", None) or []
+    own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    yield
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if functions is None or not all("initial_lr" in settings for settings in own):
+        return
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
+    scheduler.base_lrs = [settings["initial_lr"] for settings in own]
+    for group, base, function in zip(optimizer.param_groups, scheduler.base_lrs, functions, strict=True):
+        group["lr"] = base * function(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 class CheckpointWeights:

@@ -91,6 +91,7 @@ def check_capabilities(
     model: str | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
     needed_tokens: int | None = None,
+    longest_row: int | None = None,
 ) -> None:
     """Refuse a server that cannot be trained against, before anything is sampled.
 
@@ -99,6 +100,7 @@ def check_capabilities(
         model: the name under which it must serve the policy, where the user gave one.
         encode: the trainer's tokenizer, without special tokens.
         needed_tokens: the longest prompt that is known, and the longest completion, together.
+        longest_row: number of the training row with that prompt.
 
     Raises:
         WeightSyncError: names everything that is missing, each with what gives it.
@@ -125,8 +127,9 @@ def check_capabilities(
             )
     if needed_tokens is not None and found.max_model_len is not None and needed_tokens > found.max_model_len:
         missing.append(
-            f"its context is {found.max_model_len} tokens, and the longest prompt with max_completion_length needs "
-            f"{needed_tokens}; start it with --max-model-len {needed_tokens}"
+            f"its context is {found.max_model_len} tokens, and the longest prompt (training row {longest_row}) with "
+            f"max_completion_length needs {needed_tokens}; start it with --max-model-len {needed_tokens}, or leave "
+            "such rows out"
         )
     if missing:
         raise WeightSyncError(f"the rollout server at {found.root} cannot be trained against: {'; '.join(missing)}.")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("verifiers.train")
 
-_PROMPTS_MEASURED = 256
+_PROMPTS_MEASURED = 64
 _DESCRIBE_S = 600.0
 
 
@@ -166,7 +166,7 @@ class WeightPublisher:
         return self._pool
 
     def _check_capabilities(self, pool: ServerPool) -> None:
-        needed = self._needed_tokens()
+        longest, needed = self._longest_row()
         for server in pool.servers:
             found = pool.run(read_capabilities(server), _DESCRIBE_S)
             self._check.note_dtype(found.dtype)
@@ -177,19 +177,27 @@ class WeightPublisher:
                 model=None if self.sync.sends_adapter else self._args.server_model,
                 encode=lambda text: self._tokenizer.encode(text, add_special_tokens=False),
                 needed_tokens=needed,
+                longest_row=longest,
             )
 
-    def _needed_tokens(self) -> int | None:
-        """Return the longest of the first prompts and `max_completion_length` together; later turns add to it."""
-        longest = 0
-        for index in range(min(_PROMPTS_MEASURED, len(self._rows))):
-            prompt = row_fields(self._rows[index])[0]
+    def _longest_row(self) -> tuple[int | None, int | None]:
+        """Return the training row of the longest prompt, and its tokens with `max_completion_length`.
+
+        Tokens are counted where there are most characters; later turns add to a prompt.
+        """
+        sizes = [len(str(prompt)) for prompt in self._rows["prompt"]] if len(self._rows) else []
+        counted = {}
+        for row in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:_PROMPTS_MEASURED]:
+            prompt = row_fields(self._rows[row])[0]
             if isinstance(prompt, str):
-                longest = max(longest, len(self._tokenizer.encode(prompt)))
+                counted[row] = len(self._tokenizer.encode(prompt))
             elif getattr(self._tokenizer, "chat_template", None):
                 rendered = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-                longest = max(longest, len(self._tokenizer.encode(rendered, add_special_tokens=False)))
-        return longest + (self._args.max_completion_length or 0) if longest else None
+                counted[row] = len(self._tokenizer.encode(rendered, add_special_tokens=False))
+        longest = max(counted, key=counted.__getitem__, default=None)
+        if longest is None or not counted[longest]:
+            return None, None
+        return longest, counted[longest] + (self._args.max_completion_length or 0)
 
     def policy_name(self) -> str:
         """Return the policy's name in requests; the server is asked where nothing else says it."""
