@@ -59,6 +59,13 @@ def test_the_copy_is_equal_bit_for_bit_and_shares_no_memory(policy: Any, server:
     assert not any(parameter.requires_grad for parameter in server.model.parameters())
 
 
+def test_tied_embeddings_are_one_tensor_in_the_copy(tied_dir: Path) -> None:
+    tied = Qwen3ForCausalLM.from_pretrained(tied_dir, dtype=torch.float32)
+    copied = frozen_copy(tied.config, tied.state_dict(), "cpu")
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    assert equal(copied, tied)
+
+
 def test_its_logits_do_not_move_until_the_next_push(policy: Any, server: InProcessServer) -> None:
     with torch.no_grad():
         before = server.model(IDS).logits.clone()
