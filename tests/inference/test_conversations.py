@@ -102,14 +102,16 @@ def test_arguments_become_sampling_parameters_and_the_rest_stays_where_it_belong
         logprobs=True,
         user="me",
         parallel_tool_calls=False,
+        reasoning_effort="low",
         extra_body={"top_k": 3, "return_token_ids": True, "cache_salt": "s", "chat_template_kwargs": {"k": 1}},
     )
     assert read.sampling == {
         "logprobs": 0, "temperature": 0.5, "max_tokens": 5, "stop": ["x"], "seed": 7, "top_k": 3
     }  # fmt: skip
     assert read.request_options == {"cache_salt": "s"}
-    assert read.template_options == {"k": 1}
-    assert read.chat_options == {"parallel_tool_calls": False, "stop": ["x"], "chat_template_kwargs": {"k": 1}}
+    options = {"reasoning_effort": "low", "k": 1}
+    assert read.template_options == options
+    assert read.chat_options == {"parallel_tool_calls": False, "stop": ["x"], "chat_template_kwargs": options}
 
 
 @pytest.mark.parametrize(

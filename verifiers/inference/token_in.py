@@ -408,6 +408,9 @@ def read_chat_call(body: Mapping[str, Any]) -> ChatCall | str:
             request[name] = value
         elif name == "parallel_tool_calls":
             chat[name] = value
+        elif name == "reasoning_effort":
+            # servers hand it to the template, where a chat call names nothing else under this name
+            template_options = {name: value, **template_options}
         elif value not in _PLAIN.get(name, ()):
             return f"{name}={value!r:.40}"
     if not isinstance(messages, list):
