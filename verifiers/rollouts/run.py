@@ -233,8 +233,9 @@ class Run:
             ConfigError: a mistake that every other rollout would repeat.
             NoMoreSlotsError: the limiter was closed before all of them had begun.
         """
-        # a rollout that is retried later gets another client
-        run = dataclasses.replace(self, _clients={})
+        # a rollout that is retried later gets another client; the settings were checked when this run was made
+        run = copy.copy(self)
+        run._clients = {}
         try:
             rollouts = await self.env.run_rollouts(requests, run)
         except FATAL_ERRORS:
