@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import verifiers as vf
+from verifiers.inference.wire import WireObject
 from verifiers.testing import FakeClient
 
 Rows = list[dict[str, Any]]
@@ -256,6 +258,36 @@ async def test_results_have_the_fields_of_the_second_generation(rows: Rows, clie
     ids = {state["trajectory_id"] for state in results["state"]}
     assert len(ids) == 6
     assert {step["trajectory_id"] for state in results["state"] for step in state["trajectory"]} == ids
+
+
+async def test_an_overridden_a_generate_is_given_the_rows_of_a_dataset(rows: Rows, client: FakeClient) -> None:
+    seen: list[Any] = []
+
+    class Reads(vf.SingleTurnEnv):
+        async def a_generate(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.extend(row["answer"] for row in inputs)
+            return await super().a_generate(inputs, *args, **kwargs)
+
+    env = Reads(dataset=rows, rubric=vf.Rubric([lambda completion: 0.5]))
+    results = await env.evaluate(client, "m", rollouts_per_example=2)
+    assert seen == ["a0", "a1", "a2"] * 2
+    assert results.reward == [0.5] * 6
+
+
+@pytest.mark.parametrize(
+    ("longest", "kept", "is_overlong", "is_cut"),
+    [(None, (2, 3), False, False), (5, (2, 3), False, False), (4, (2, 2), False, True), (1, (1, 0), True, True)],
+)
+async def test_the_tokens_of_a_response_are_cut_at_the_longest_sequence(
+    longest: int | None, kept: tuple[int, int], is_overlong: bool, is_cut: bool
+) -> None:
+    parse = importlib.import_module("verifiers.utils.response_utils").parse_response_tokens
+    entries = [{"token": f"token_id:{number}", "logprob": -0.5} for number in (3, 4, 5)]
+    choice = {"token_ids": [3, 4, 5], "logprobs": {"content": entries}, "finish_reason": "stop", "message": {}}
+    tokens = await parse(WireObject({"prompt_token_ids": [1, 2], "choices": [choice]}), "chat", longest)
+    assert tuple(len(tokens[f"{part}_ids"]) for part in ("prompt", "completion")) == kept
+    assert [len(tokens[name]) for name in ("completion_mask", "completion_logprobs")] == [kept[1]] * 2
+    assert (tokens["overlong_prompt"], tokens["is_truncated"]) == (is_overlong, is_cut)
 
 
 async def test_a_response_has_its_message_with_tool_calls_and_the_reason_it_ended(rows: Rows) -> None:

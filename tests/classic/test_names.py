@@ -75,7 +75,7 @@ MODULES = {
     "verifiers.utils.env_utils": "load_environment",
     "verifiers.utils.eval_utils": "load_environment",
     "verifiers.utils.error_utils": "ErrorChain",
-    "verifiers.utils.response_utils": "parse_response_message",
+    "verifiers.utils.response_utils": "parse_response_message parse_response_messages parse_response_tokens",
     "verifiers.utils.save_utils": "make_dataset",
 }
 

@@ -324,7 +324,7 @@ class ClassicCalls:
         dataset = self.get_eval_dataset(n=num_examples)
         if shard is not None:
             dataset = dataset.select(Shard(*shard).examples(len(dataset)))
-        inputs = {name: list(dataset[name]) * rollouts_per_example for name in dataset.column_names}
+        inputs = dataset.select(list(range(len(dataset))) * rollouts_per_example)
         return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:

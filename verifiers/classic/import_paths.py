@@ -87,7 +87,8 @@ CLASSIC_NAMES = {
     ),
     **_moved("verifiers.utils.message_utils", _LATE, "concat_messages sanitize_tool_calls"),
     "verifiers.utils.message_utils:normalize_messages": "verifiers.types:as_messages",
-    **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message"),
+    **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message parse_response_messages"),
+    **_moved("verifiers.utils.response_utils", "verifiers.classic.token_processing", "parse_response_tokens"),
     "verifiers.utils.save_utils:make_dataset": "verifiers.classic.outputs:to_dataset",
     **_moved("verifiers.trainers", "verifiers.train.config", "GRPOConfig grpo_defaults lora_defaults"),
     **_moved("verifiers.trainers", "verifiers.train.trainer", "GRPOTrainer"),
@@ -95,14 +96,19 @@ CLASSIC_NAMES = {
     **_moved("verifiers.trainers.async_batch_generator", "verifiers.rollouts.block", "BatchRequest"),
     **_moved("verifiers.trainers.grpo_config", "verifiers.train.config", "GRPOConfig"),
     **_moved("verifiers.trainers.grpo_trainer", "verifiers.data.sampler", "RepeatSampler"),
-    **_moved(
-        "verifiers.trainers.grpo_trainer",
-        "verifiers.train.batching.micro_batches",
-        "shuffle_tensor_dict split_tensor_dict",
-    ),
+    **{
+        name: target
+        for module in ("verifiers.trainers.grpo_trainer", "verifiers.train.buffers", "verifiers.train.batching.buffers")
+        for name, target in {
+            **_moved(module, "verifiers.data.sampler", "reorder_chunks"),
+            **_moved(module, "verifiers.train.batching.advantages", "group_advantages"),
+            **_moved(module, "verifiers.train.batching.micro_batches", "shuffle_tensor_dict split_tensor_dict"),
+        }.items()
+    },
     **_moved("verifiers.trainers.grpo_trainer", "verifiers.train.trainer", "GRPOTrainer"),
     **_moved("verifiers.utils.tool_utils", _LATE, "convert_func_to_tool_def"),
     **_moved("verifiers.utils.tool_utils", "verifiers.envs.tools", "convert_func_to_oai_tool"),
+    **_moved("verifiers.utils.tools", "verifiers.envs.tools", "convert_func_to_oai_tool"),
 }
 """The place of each name that has gone or moved, by its classic place; both as "module:name"."""
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ErrorChain", "MultiTurnMonitorRubric", "SandboxMonitorRubric", "ToolDef", "ToolMonitorRubric", "concat_messages",
-    "convert_func_to_tool_def", "ensure_keys", "log_level", "maybe_semaphore", "quiet_verifiers", "setup_client",
-    "tool_defs_of",
+    "convert_func_to_tool_def", "ensure_keys", "log_level", "maybe_semaphore", "parse_response_messages",
+    "quiet_verifiers", "setup_client", "tool_defs_of",
 ]  # fmt: skip
 
 Response = ModelResponse
@@ -204,6 +204,11 @@ async def parse_response_message(response: Any) -> list[Any]:
     from verifiers.inference.wire import assistant_message
 
     return [assistant_message(response.choices[0].message)]
+
+
+async def parse_response_messages(response: Any, message_type: str) -> Any:
+    """Return a model's answer as messages, or its text where `message_type` is "completion"."""
+    return await parse_response_message(response) if message_type == "chat" else response.choices[0].text or ""
 
 
 def setup_client(config: ClientConfig | Mapping[str, Any] | Any = None, **settings: Any) -> AsyncOpenAI:

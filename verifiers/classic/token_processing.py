@@ -21,8 +21,8 @@ from verifiers.rollouts.rollout import Turn
 from verifiers.types import MessageRecord, MessageType, ModelResponse, State, message_field
 
 __all__ = [
-    "chat_logprobs", "chat_tokens", "completion_logprobs", "completion_tokens", "cut", "process_chat",
-    "process_completion", "step_tokens",
+    "chat_logprobs", "chat_tokens", "completion_logprobs", "completion_tokens", "cut", "parse_response_tokens",
+    "process_chat", "process_completion", "step_tokens",
 ]  # fmt: skip
 
 _TOKEN_ID = re.compile(r"(?:token_)?id:(\d+)")
@@ -80,6 +80,21 @@ def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str,
         "overlong_prompt": _is_overlong(response),
         "is_truncated": getattr(response.choices[0], "finish_reason", None) == "length",
     }
+
+
+async def parse_response_tokens(
+    response: ModelResponse, message_type: MessageType, max_seq_len: int | None = None
+) -> dict[str, Any] | None:
+    """Return `step_tokens`, with what is behind `max_seq_len` tokens of prompt and completion cut off."""
+    tokens = step_tokens(response, message_type)
+    if tokens is None or max_seq_len is None:
+        return tokens
+    prompt, completion = len(tokens["prompt_ids"]), len(tokens["completion_ids"])
+    room = max(0, max_seq_len - prompt)
+    kept = {name: tokens[name][:max_seq_len] for name in ("prompt_ids", "prompt_mask")}
+    kept |= {name: tokens[name][:room] for name in ("completion_ids", "completion_mask", "completion_logprobs")}
+    flags = {"overlong_prompt": prompt > max_seq_len, "is_truncated": tokens["is_truncated"] or completion > room}
+    return {**tokens, **kept, **flags}
 
 
 def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]:
