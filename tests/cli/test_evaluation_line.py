@@ -19,9 +19,9 @@ from verifiers.evals.evaluation_run import EvaluationRun, new_run
 from verifiers.evals.results import RolloutResults
 
 
-def run(**known: Any) -> EvaluationRun:
-    made = new_run(Path("nowhere"), {"env": "sums", "num_examples": 4, "rollouts_per_example": 3}, vf.Rubric())
-    return replace(made, **known)
+def run(sampling: dict[str, Any] | None = None, **known: Any) -> EvaluationRun:
+    plan = {"env": "sums", "num_examples": 4, "rollouts_per_example": 3, "sampling_args": sampling or {}}
+    return replace(new_run(Path("nowhere"), plan, vf.Rubric()), **known)
 
 
 def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
@@ -50,6 +50,14 @@ def test_nothing_is_made_up_before_the_first_rollout() -> None:
     assert "grading" not in text
     assert text.split("  ")[2] == "reward -"
     assert "  ? left  " in text
+
+
+def test_answers_without_a_bound_are_named_while_none_has_come() -> None:
+    said = "without -t one may be as long as the server allows"
+    assert said in progress_text(run(), 6.0, in_flight=1, grading=0)
+    assert said not in progress_text(run(), 1.0, in_flight=1, grading=0)
+    assert said not in progress_text(run({"max_tokens": 64}), 6.0, in_flight=1, grading=0)
+    assert said not in progress_text(run(ran=1), 6.0, in_flight=1, grading=0)
 
 
 async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 import verifiers as vf
 from verifiers.evals.evaluation_run import find_run, fingerprint, finished_rollouts, run_identity, scores_whole_groups
@@ -72,15 +73,49 @@ def test_another_plan_is_another_run(name: str) -> None:
     assert run_identity({**PLAN, name: "another"}) != run_identity(PLAN)
 
 
+def keep(path: Path, metadata: dict[str, Any]) -> None:
+    path.mkdir(parents=True)
+    (path / "metadata.json").write_text(json.dumps(metadata))
+
+
 def test_the_newest_run_of_the_same_identity_continues(tmp_path: Path) -> None:
-    for name, identity, started in (("a", "same", 1.0), ("b", "same", 2.0), ("c", "other", 3.0)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metadata.json").write_text(json.dumps({"identity": identity, "started_at": started}))
+    for name, seed, started in (("a", 3, 1.0), ("b", 3, 2.0), ("c", 4, 3.0)):
+        plan = {**PLAN, "seed": seed}
+        keep(tmp_path / name, {**plan, "identity": run_identity(plan), "started_at": started})
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "metadata.json").write_text('{"identity": "sa')
-    assert find_run(tmp_path, "same") == tmp_path / "b"
-    assert find_run(tmp_path, "none") is None
-    assert find_run(tmp_path / "missing", "same") is None
+    assert find_run(tmp_path, PLAN) == tmp_path / "b"
+    assert find_run(tmp_path, {**PLAN, "seed": 5}) is None
+    assert find_run(tmp_path / "missing", PLAN) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "is_part"),
+    [
+        ({}, True),
+        ({"num_examples": 3}, True),
+        ({"rollouts_per_example": 3}, True),
+        ({"num_examples": 1}, False),
+        ({"rollouts_per_example": 1}, False),
+        ({"num_examples": 3, "seed": 4}, False),
+        ({"num_examples": 3, "shard": "1/2"}, False),
+    ],
+)
+def test_a_run_of_fewer_rollouts_of_the_same_rows_continues(
+    tmp_path: Path, change: dict[str, Any], is_part: bool
+) -> None:
+    rows = Dataset.from_list([{"question": str(number)} for number in range(3)])
+
+    def plan_of(plan: dict[str, Any], rows: Dataset) -> dict[str, Any]:
+        return {**plan, "prompts": fingerprint(rows.select(range(plan["num_examples"])))}
+
+    smaller = plan_of(PLAN, rows)
+    keep(tmp_path / "a", {**smaller, "identity": run_identity(smaller)})
+    plan = plan_of({**PLAN, **change}, rows)
+    asked = rows.select(range(plan["num_examples"]))
+    assert (find_run(tmp_path, plan, asked) is not None) == is_part
+    others = Dataset.from_list([{"question": "another"}, *rows.to_list()[1:]])
+    assert find_run(tmp_path, plan_of(plan, others), others.select(range(plan["num_examples"]))) is None
 
 
 def test_prompts_that_changed_are_noticed() -> None:

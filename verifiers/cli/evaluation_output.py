@@ -45,6 +45,10 @@ def progress_text(
         *([f"grading {grading}"] if grading else []),
         f"{rate:,.0f} tokens/s",
     ]
+    sampling = run.metadata["sampling_args"]
+    is_bounded = any(sampling.get(name) for name in ("max_tokens", "max_completion_tokens"))
+    if not run.ran and elapsed_s >= _PLAIN_EVERY_S and not is_bounded:
+        parts.append("no answer yet: without -t one may be as long as the server allows")
     return "  ".join(parts)
 
 

@@ -340,12 +340,15 @@ IDENTITY = (
 )
 """Entries of metadata.json that make two commands the same evaluation, or shards of the same."""
 
+_SIZE = ("prompts", "num_examples", "rollouts_per_example")
+
 
 def open_run(
     plan: Mapping[str, Any],
     rubric: Any,
     root: str | Path,
     *,
+    rows: Any = None,
     fresh: bool = False,
     redact: Redactor | None = None,
 ) -> EvaluationRun:
@@ -355,6 +358,7 @@ def open_run(
         plan: metadata of the run, with every entry of `IDENTITY`; `shard`, such as "3/8", for a part of it.
         rubric: of the environment.
         root: directory of all evaluations.
+        rows: of the plan; with them a run of fewer of these prompts, or of fewer rollouts of each, is continued, too.
         fresh: never continue a run.
         redact: takes secrets out of what is written.
 
@@ -364,7 +368,7 @@ def open_run(
     """
     planned = _planned(plan)  # refuses before a directory is made
     parent = Path(root) / f"{plan['env']}--{plan['model']}".replace("/", "--")
-    directory = None if fresh else find_run(parent, run_identity(plan), plan.get("shard"))
+    directory = None if fresh else find_run(parent, plan, rows)
     if directory is None:
         directory = new_run_directory(plan["env"], plan["model"], root, shard=Shard.of_run(plan))
         return new_run(directory, plan, rubric, redact=redact)
@@ -405,9 +409,10 @@ def _planned(plan: Mapping[str, Any]) -> int:
     return planned
 
 
-def run_identity(metadata: Mapping[str, Any]) -> str:
+def run_identity(metadata: Mapping[str, Any], *, but_for: Sequence[str] = ()) -> str:
     """Return a short hash of what makes two commands the same evaluation."""
-    text = json.dumps({name: metadata.get(name) for name in IDENTITY}, sort_keys=True, default=str)
+    entries = {name: metadata.get(name) for name in IDENTITY if name not in but_for}
+    text = json.dumps(entries, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -420,17 +425,27 @@ def fingerprint(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def find_run(directory: Path, identity: str, shard: str | None = None) -> Path | None:
-    """Return the newest run of this identity and shard below `directory`, or None."""
-    found: list[tuple[float, str, Path]] = []
+def find_run(directory: Path, plan: Mapping[str, Any], rows: Any = None) -> Path | None:
+    """Return the newest run below `directory` that a plan continues, or None; `rows` as in `open_run`."""
+    found: list[tuple[bool, float, str, Path]] = []
     for path in directory.glob(f"*/{METADATA}"):
         try:
             metadata = read_metadata(path.parent)
         except ConfigError:
             continue  # foreign or damaged: not a run to continue
-        if metadata.get("identity") == identity and metadata.get("shard") == shard:
-            found.append((float(metadata.get("started_at") or 0.0), path.parent.name, path.parent))
-    return max(found)[2] if found else None
+        is_same = metadata.get("identity") == run_identity(plan)
+        if metadata.get("shard") == plan.get("shard") and (is_same or _is_part(metadata, plan, rows)):
+            found.append((is_same, float(metadata.get("started_at") or 0.0), path.parent.name, path.parent))
+    return max(found)[-1] if found else None
+
+
+def _is_part(metadata: Mapping[str, Any], plan: Mapping[str, Any], rows: Any) -> bool:
+    """Return whether a run played the first of the plan's rows, as often or less often, and all else is the same."""
+    if rows is None or run_identity(metadata, but_for=_SIZE) != run_identity(plan, but_for=_SIZE):
+        return False
+    prompts, each = (metadata.get(name) for name in _SIZE[1:])
+    is_smaller = isinstance(prompts, int) and prompts <= len(rows) and each <= plan["rollouts_per_example"]
+    return is_smaller and metadata.get("prompts") == fingerprint(rows.select(range(prompts)))
 
 
 def finished_rollouts(

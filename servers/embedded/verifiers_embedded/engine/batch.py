@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence as Listed
 from itertools import groupby
 from typing import Any
@@ -65,6 +66,9 @@ class ActiveBatch:
         self._slots = slots
         most = slots * max_model_len if cache_tokens is None else cache_tokens
         self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, most, fixed=fixed)
+        # transformers 5.24 has another name for it
+        name = "cache" if "cache" in inspect.signature(self._body.forward).parameters else "past_key_values"
+        self._passed_cache = {name: self._cache}
         self._sampler: BatchSampler | None = None
         self._guides: list[tuple[int, Guide]] = []
 
@@ -165,7 +169,7 @@ class ActiveBatch:
             input_ids=ids[:, None],
             position_ids=positions[:, None],
             attention_mask=self._masks(positions[:, None], columns),
-            past_key_values=self._cache,
+            **self._passed_cache,
             use_cache=True,
         )
         logits: torch.Tensor = output.logits[:, -1]
@@ -257,7 +261,7 @@ class ActiveBatch:
             input_ids=upload(ids, self._device),
             position_ids=positions,
             attention_mask=self._masks(positions, columns),
-            past_key_values=self._cache,
+            **self._passed_cache,
             use_cache=True,
         )
 
@@ -280,7 +284,7 @@ class ActiveBatch:
                 input_ids=upload([ids], self._device),
                 position_ids=upload([[place for length in lengths for place in range(length)]], self._device),
                 attention_mask=torch.zeros((1, 1, 1, 1), dtype=self._dtype, device=self._device),
-                past_key_values=self._cache,
+                **self._passed_cache,
                 use_cache=True,
             )
 
@@ -300,7 +304,7 @@ class ActiveBatch:
         self._body(
             input_ids=upload(padded, self._device),
             position_ids=places[None].expand(len(prefixes), -1),
-            past_key_values=self._cache,
+            **self._passed_cache,
             use_cache=True,
         )
 
