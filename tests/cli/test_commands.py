@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import pkgutil
 import re
@@ -13,9 +14,11 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from verifiers.cli.evaluate import main as evaluate
 from verifiers.cli.main import COMMANDS, Command, CommandFailedError, run_command
 from verifiers.cli.main import main as umbrella
 from verifiers.errors import ConfigError, GradingError
@@ -146,6 +149,22 @@ def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.Ca
     }
     assert umbrella(["evla"]) == 2
     assert capsys.readouterr().err == "vf: there is no command 'evla'; did you mean 'eval'?\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda: umbrella(["tui"]), "there is no command 'tui'; 'vf view' shows runs in a browser."),
+        (lambda: umbrella(["vllm"]), "vf-vllm comes with the package verifiers-vllm"),
+        (lambda: evaluate(["toy", "-m", "fake", "--save-every", "3"]), "--save-every: each rollout is stored as it ends"),
+    ],
+)
+def test_what_the_classic_package_had_is_told_what_there_is_instead(
+    call: Any, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert call() == 2
+    assert instead in capsys.readouterr().err
 
 
 def test_every_command_of_the_project_is_on_the_page_and_can_be_called() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +39,19 @@ def test_the_classic_defaults_mask_truncated_completions_and_can_be_resumed(tmp_
     assert not classic.save_only_model
     assert classic.run_name == "a-run"
     assert not grpo_defaults(output_dir=str(tmp_path), mask_truncated_completions=False).mask_truncated_completions
+
+
+def test_what_follows_from_settings_that_are_changed_later_is_worked_out_when_the_run_begins(tmp_path: Path) -> None:
+    classic = grpo_defaults("a-run", output_dir=str(tmp_path))
+    classic.gradient_accumulation_steps, classic.per_device_train_batch_size, classic.num_generations = 2, 8, 4
+    classic.vllm_server_port = 9001
+    for args in (classic, copy.deepcopy(classic), pickle.loads(pickle.dumps(classic))):
+        args.settle()
+        assert (args.steps_per_generation, args.generation_batch_size) == (2, 16)
+        assert args.server_url == "http://127.0.0.1:9001/v1"
+    classic.learning_rate = -1.0
+    with pytest.raises(ConfigError, match="learning_rate is -1"):
+        classic.settle()
 
 
 def test_without_an_accelerator_half_precision_and_recomputation_are_off_unless_asked_for(tmp_path: Path) -> None:

@@ -42,6 +42,18 @@ if TYPE_CHECKING:
 _FAKE_CONCURRENT = 32
 
 
+_AT_ONCE = "-c bounds the rollouts in flight"
+_CLASSIC_FLAGS = {
+    **dict.fromkeys(("-x", "--extra-env-kwargs"), "-a holds all arguments of load_environment"),
+    **dict.fromkeys(("--max-concurrent-generation", "--max-concurrent-scoring"), _AT_ONCE),
+    **dict.fromkeys(("-N", "--no-interleave-scoring", "--independent-scoring"), "rollouts are scored as they end"),
+    **dict.fromkeys(("-f", "--save-every", "--save-results"), "each rollout is stored as it ends"),
+    **dict.fromkeys(("-R", "--resume"), "the same command continues a stopped run"),
+    **dict.fromkeys(("-C", "--state-columns"), "a metric of the rubric keeps a number of the state"),
+    "--tui": "vf-view shows runs",
+}
+
+
 def parser() -> CommandParser:
     parser = CommandParser(
         "vf-eval",
@@ -50,6 +62,7 @@ def parser() -> CommandParser:
             "vf-eval my_env.py -m fake",
             "vf-eval reverse-text -m my-model -b http://127.0.0.1:8000/v1 -n 100 -r 4 -T 0.7",
         ),
+        gone=_CLASSIC_FLAGS,
     )
     parser.environment_group()
     add_endpoint_group(parser)

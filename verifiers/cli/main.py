@@ -14,9 +14,9 @@ import os
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from verifiers.errors import ConfigError, Error
 from verifiers.interrupt import EndedBySignal
@@ -35,6 +35,7 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         version: of the command; None for that of verifiers.
+        gone: flags of the classic command, and what to do instead.
     """
 
     def __init__(
@@ -45,13 +46,19 @@ class CommandParser(argparse.ArgumentParser):
         examples: Sequence[str],
         epilog: str | None = None,
         version: str | None = None,
+        gone: Mapping[str, str] | None = None,
     ) -> None:
         from verifiers import __version__
 
         super().__init__(prog=prog, description=description, epilog=epilog)
         self.examples = tuple(examples)
+        self._gone = gone or {}
         told = f"%(prog)s {version or __version__}"
         self.add_argument("--version", action="version", version=told, help="show the version and exit")
+
+    def error(self, message: str) -> NoReturn:
+        instead = [f"{flag}: {self._gone[flag]}" for flag in message.split() if flag in self._gone]
+        super().error("; ".join([message, *instead]))
 
     def format_help(self) -> str:
         return super().format_help() + "\nexamples:\n" + textwrap.indent("\n".join(self.examples), "  ") + "\n"
@@ -265,6 +272,13 @@ COMMANDS = {
 }
 """Commands of this package: where each is and what it does, by the name without "vf-"."""
 
+_CLASSIC = {
+    "rl": "'vf train' trains.",
+    "tui": "'vf view' shows runs in a browser.",
+    "vllm": "vf-vllm comes with the package verifiers-vllm, in servers/vllm.",
+}
+"""Commands of the classic package, and what there is instead."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `vf` that the first argument names; return its exit code."""
@@ -285,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         near = difflib.get_close_matches(name, [*COMMANDS, *others], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`vf --help` lists the commands that are installed."
+        hint = _CLASSIC.get(name, hint)
         print(f"vf: there is no command {name!r}; {hint}", file=sys.stderr)
         code = USAGE
     return int(code or DONE)

@@ -175,6 +175,7 @@ class GRPOConfig(trl.GRPOConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        self._given = self._settings()
         refuse_conflicts(self)
         # TRL would start an engine or a client of its own; ours is the rollout server's
         self.use_vllm = False
@@ -195,6 +196,21 @@ class GRPOConfig(trl.GRPOConfig):
         super().__post_init__()
         own = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
         refuse_biased_sampling(self, "the trainer", own)
+        self._made = self._settings()
+
+    def _settings(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+
+    def settle(self) -> None:
+        """Work out again what follows from settings that were changed since the config was made, as scripts do.
+
+        Raises:
+            ConfigError: the settings of now conflict.
+        """
+        made = self._made
+        changed = {name: value for name, value in self._settings().items() if value != made[name]}
+        if changed:
+            self.__dict__.update(type(self)(**{**self._given, **changed}).__dict__)
 
     def _adjust_device(self) -> None:
         """Turn off half precision and recomputation where there is no accelerator."""

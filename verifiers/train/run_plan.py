@@ -66,6 +66,7 @@ def plan_run(
         raise ConfigError(f"args is a {kind}; give a verifiers.GRPOConfig, which has the same fields.")
     if isinstance(env, type) or not hasattr(env, "get_dataset"):
         raise ConfigError(f"env is {env!r:.100}; give an environment, such as vf.load_environment('my-env').")
+    args.settle()
     _refuse_unwritable(str(args.output_dir))
     _refuse_unknown_reports(args.report_to)
     batches = plan_batches(args, env, curriculum)
