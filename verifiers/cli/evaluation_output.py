@@ -43,7 +43,7 @@ def progress_text(
         f"{results.retries} retries",
         f"{in_flight} in flight",
         *([f"grading {grading}"] if grading else []),
-        f"{rate:,.0f} tokens/s",
+        f"{rate:,.0f} tokens/s{' since resuming' if run.finished_before else ''}",
     ]
     return "  ".join(parts)
 

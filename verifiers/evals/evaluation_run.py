@@ -24,7 +24,7 @@ from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import METADATA, iter_rows, new_run_directory, read_metadata
+from verifiers.evals.store import METADATA, RESULTS, iter_rows, new_run_directory, read_metadata
 from verifiers.evals.summary import rollouts_planned, run_summary
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
@@ -369,6 +369,11 @@ def open_run(
         directory = new_run_directory(plan["env"], plan["model"], root, shard=Shard.of_run(plan))
         return new_run(directory, plan, rubric, redact=redact)
     redact, whole_groups, stored = redact or Redactor(()), scores_whole_groups(rubric), read_metadata(directory)
+    if stored.get("status") == "running" and (directory / RESULTS).is_file():
+        # killed, so nobody wrote its seconds: they are those from its first metadata to its last rollout
+        last, first = ((directory / name).stat().st_mtime for name in (RESULTS, METADATA))
+        summary = stored.get("summary") or {}
+        stored["summary"] = {**summary, "seconds": (summary.get("seconds") or 0.0) + max(0.0, last - first)}
     results, done = finished_rollouts(
         directory, plan["rollouts_per_example"], whole_groups=whole_groups, redact=redact
     )
