@@ -30,6 +30,7 @@ from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
 from verifiers.rollouts.run import Run, relaxed_gc
+from verifiers.rubrics.rubric import Rubric
 from verifiers.types import Outcome, RolloutKey
 
 EVALUATION_BLOCK = 2**31
@@ -381,7 +382,7 @@ def open_run(
     if not run.is_complete:
         # else nothing is run today, so nothing of today belongs to the run
         kept: dict[str, Any] = {name: stored[name] for name in ("started", "started_at", "summary") if name in stored}
-        begun = _begun(plan)
+        begun = _begun(plan, rubric)
         run.metadata = {**begun, **kept, "sessions": [*stored.get("sessions", ()), *begun["sessions"]]}
     return run
 
@@ -392,15 +393,18 @@ def new_run(
     """Return a new run of a plan in a directory, which need not exist yet."""
     redact = redact or Redactor(())
     results = RolloutResults(redact=redact)
-    return EvaluationRun(directory, _begun(plan), _planned(plan), scores_whole_groups(rubric), redact, results)
+    return EvaluationRun(
+        directory, _begun(plan, rubric), _planned(plan), scores_whole_groups(rubric), redact, results
+    )
 
 
-def _begun(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _begun(plan: Mapping[str, Any], rubric: Any) -> dict[str, Any]:
     """Return the metadata of a run that begins now."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     session = {"started": now, "versions": plan.get("versions"), "git": plan.get("git")}
     begun = {"started": now, "started_at": time.time(), "sessions": [session]}
-    return {**plan, "identity": run_identity(plan), **begun}
+    bounds = {"reward_bounds": rubric.declared_bounds()} if isinstance(rubric, Rubric) else {}
+    return {**plan, **bounds, "identity": run_identity(plan), **begun}
 
 
 def _planned(plan: Mapping[str, Any]) -> int:

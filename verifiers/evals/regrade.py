@@ -89,6 +89,7 @@ async def regrade(
     limiter = Limiter(max_concurrent)
     metadata = {
         **{name: value for name, value in run.metadata.items() if name not in ("identity", "summary")},
+        "reward_bounds": env.rubric.declared_bounds(),
         "regraded_from": str(run.directory),
         "regraded": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
