@@ -159,6 +159,8 @@ def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
         f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}"
         f"{missing}; {summary['retries']} retries; {tokens}"
     )
+    if errors := summary["tool_call_errors"]:
+        yield f"{errors} tool calls failed, the first: {' '.join(summary['first_tool_call_error'].split()):.160}"
     if trained_on := summary.get("prompts_trained_on"):
         asked = run.metadata["num_examples"]
         yield f"{trained_on} of {asked} prompts are training rows too: this is not a held-out reward"

@@ -132,6 +132,7 @@ def _restored(row: Mapping[str, Any]) -> Rollout:
         task=row.get("task", "default"),
         info=row.get("info") or {},
         turn=row.get("turns"),
+        tool_call_errors=row.get("tool_call_errors") or [],
         timing={
             "generation_ms": row.get("generation_ms") or 0.0,
             "scoring_ms": 0.0,

@@ -284,6 +284,8 @@ def run_summary(
     return {
         **summarize(results, metadata, **options).as_json(),
         "retries": results.retries,
+        "tool_call_errors": results.tool_call_errors,
+        "first_tool_call_error": results.first_tool_call_error,
         "seconds": seconds,
         "prompts_trained_on": metadata.get("prompts_trained_on"),
     }
