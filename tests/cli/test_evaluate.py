@@ -73,6 +73,32 @@ def test_a_table_is_printed_and_every_rollout_is_written(
     assert metadata["prompts_trained_on"] == metadata["summary"]["prompts_trained_on"] == 2
 
 
+@pytest.mark.parametrize("workers", ["inline", "processes:1"])
+def test_tool_calls_that_fail_are_counted_and_the_first_is_named(
+    env_name: str, capsys: pytest.CaptureFixture[str], results: Any, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    source = Path("modules/toy_sums_env.py").read_text().replace("SingleTurnEnv(", "ToolEnv(tools=[look], ")
+    look = 'def look(at: int) -> int:\n    """Look."""\n    raise OSError(f"no\\nlight at {at}, %s")\n' % KEY  # noqa: UP031
+    Path("modules/toy_sums_env.py").write_text(f"{source}\n\n{look}")
+    calls = [{"name": "look", "arguments": {"at": 3}}] * 2
+
+    def answer(body: dict[str, Any]) -> Any:
+        return "4" if body["messages"][-1]["role"] == "tool" else {"tool_calls": calls}
+
+    with FakeOpenAIServer(answer) as server:
+        command = [env_name, "-b", server.url, "-k", "MY_KEY", "-n", "1", "-r", "2", "--workers", workers]
+        assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert main([*command, "--json"]) == 0
+        summary = json.loads(capsys.readouterr().out)
+    assert "4 tool calls failed, the first: OSError: no light at 3, " in shown
+    assert KEY not in shown + json.dumps(summary)
+    assert summary["tool_call_errors"] == results.metadata["summary"]["tool_call_errors"] == 4
+    assert summary["first_tool_call_error"].startswith("OSError: no\nlight")
+    assert [len(row["tool_call_errors"]) for row in results.rows] == [2, 2]
+
+
 def test_key_and_headers_are_sent_but_never_written(
     server: FakeOpenAIServer,
     env_name: str,

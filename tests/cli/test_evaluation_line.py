@@ -40,7 +40,7 @@ def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
         "3 retries",
         "7 in flight",
         "grading 2",
-        "125 tokens/s",
+        "125 tokens/s since resuming",
     ]
     assert progress_text(some, 4.0, in_flight=7, grading=2, with_bar=True) == "━━━╌╌╌╌╌╌╌╌╌  " + text
 

@@ -337,6 +337,22 @@ async def test_subclasses_of_either_generation_wrap_the_tools_messages() -> None
         assert state["seen"] == 3
 
 
+async def test_calls_that_fail_are_noted_in_the_state_of_their_rollout_also_where_call_tool_is_overridden() -> None:
+    class Own(vf.ToolEnv):
+        async def call_tool(self, *args: Any, **kwargs: Any) -> Any:
+            return {**await super().call_tool(*args, **kwargs), "content": "own"}
+
+    wrong = called(("fail", {"text": "luck"}), ("ad", {"a": 1}), ("add", {"b": 1}), ("add", "{"), ("add", {"a": 1}))
+    for env in (env_with(add, fail), Own(tools=[add, fail], eval_dataset=ROWS, error_formatter=lambda _: "hm")):
+        clients = [FakeClient([answer, "done"]) for answer in (wrong, called(("add", {"a": 1})))]
+        (_, failing), (_, right) = await asyncio.gather(*(env.rollout(client, "m", ASK) for client in clients))
+        kinds = ["LookupError: no luck", "ToolCallError", "ToolParseError", "ToolParseError"]
+        noted = failing["tool_call_errors"]
+        assert len(noted) == 4
+        assert all(any(text.startswith(kind) for text in noted) for kind in kinds)
+        assert "tool_call_errors" not in right
+
+
 async def test_call_tool_may_be_overridden_and_may_raise() -> None:
     class Own(vf.ToolEnv):
         async def call_tool(self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any) -> Any:

@@ -17,8 +17,15 @@ import pytest
 from datasets import Dataset
 
 import verifiers as vf
-from verifiers.evals.evaluation_run import find_run, fingerprint, finished_rollouts, run_identity, scores_whole_groups
-from verifiers.evals.store import RESULTS
+from verifiers.evals.evaluation_run import (
+    find_run,
+    fingerprint,
+    finished_rollouts,
+    open_run,
+    run_identity,
+    scores_whole_groups,
+)
+from verifiers.evals.store import METADATA, RESULTS, ResultStore
 from verifiers.evals.summary import run_summary
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
@@ -131,6 +138,20 @@ def test_what_failed_is_left_to_do_and_the_last_line_counts(tmp_path: Path) -> N
     results, done = finished_rollouts(tmp_path, 2, whole_groups=False, redact=Redactor(()))
     assert done == {0: {0, 1}, 1: set()}
     assert (len(results), results.scored, results.mean_reward) == (3, 2, 0.75)
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts_also_of_killed_ones(tmp_path: Path) -> None:
+    run = open_run(PLAN, vf.Rubric(), tmp_path)
+    for ends_after_s, seconds in ((5.0, 5.0), (10.0, 15.0), (-20.0, 15.0)):
+        with ResultStore(run.directory, {**run.metadata, "status": "running"}):
+            write(run.directory, [row(0, 0, 1.0)])
+        began_s = (run.directory / METADATA).stat().st_mtime
+        os.utime(run.directory / RESULTS, (began_s, began_s + ends_after_s))
+        run = open_run(PLAN, vf.Rubric(), tmp_path)
+        assert run.summary(2.0)["seconds"] == pytest.approx(seconds + 2.0)
+    with ResultStore(run.directory, run.metadata) as store:
+        store.write_metadata(summary=run.summary(2.0), status="stopped")
+    assert open_run(PLAN, vf.Rubric(), tmp_path).summary(1.0)["seconds"] == pytest.approx(18.0)
 
 
 def test_where_rollouts_are_compared_a_group_that_lacks_one_is_done_again_whole(tmp_path: Path) -> None:

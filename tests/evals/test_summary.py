@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import verifiers as vf
 from verifiers.errors import ConfigError
+from verifiers.evals.comparison import ComparedRun, compare_runs
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import Price, PriceTable, at_k, load_prices, split_variance, summarize
+from verifiers.reports.evaluation import summary_of
 
 FIVE_PROMPTS = [[1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]]
 
@@ -100,6 +103,63 @@ def test_the_reward_that_is_right_can_be_set_and_forgives_rounding() -> None:
     assert at_k([[almost], [0.5]], right_from=0.5)[0].pass_at.mean == 1
     assert at_k([[3.0, 5.0]], right_from=4)[0].pass_at.mean == 0.5
     assert summarize(rows_of([[0.5]]), right_from=0.5).at_k[0].pass_at.mean == 1
+
+
+def test_intervals_end_at_the_bounds_that_reward_functions_declare_in_summary_report_and_comparison() -> None:
+    penalty = vf.overlong_penalty(max_tokens=12, buffer_tokens=8)
+    rubric = vf.Rubric([penalty, vf.XMLParser(["answer"]).get_format_reward_func()], weights=[1.0, 0.5])
+    metadata = {"reward_bounds": json.loads(json.dumps(rubric.declared_bounds()))}
+    values = [(0.0, 1.0)] * 5 + [(-1.0, 0.5)]
+    rows = [
+        {"example_id": example, "generation": generation, "outcome": "completed", "reward": over + 0.5 * form}
+        | {"metrics": {"overlong_penalty": over, "format_reward_func": form}}
+        for example, (over, form) in enumerate(values)
+        for generation in range(2)
+    ]
+    summary, plain = summarize(rows, metadata), summarize(rows)
+    runs = [ComparedRun.of_rows(Path(name), metadata, rows) for name in "ab"]
+    reported = {one["name"]: one for one in summary_of(RolloutResults(rows), metadata, "a")["measures"]}
+    for name, end in (("reward", 0.5), ("overlong_penalty", 0.0)):
+        assert plain.measures[name].high > end
+        compared = compare_runs(*runs, metric=name)
+        highs = [summary.measures[name].high, reported[name]["high"], compared.a.estimate.high]
+        assert highs[0] <= end
+        assert highs == [pytest.approx(highs[0], rel=1e-5)] * 3
+        # no prompt differs, which says something where there are bounds
+        assert compared.difference.high < 1.5
+    assert summary.at_k[1].best.high <= 0.5
+    assert compare_runs(*runs, metric="pass@2", right_from=0.5).a.estimate.high <= 1
+
+
+@pytest.mark.parametrize("declared", [{"reward": [0.0, 0.2]}, {"reward": ["a", None]}, {"reward": 3}, [1]])
+def test_bounds_that_a_reward_does_not_keep_are_none(declared: Any) -> None:
+    with_them = summarize(rows_of(FIVE_PROMPTS), {"reward_bounds": declared})
+    assert with_them == summarize(rows_of(FIVE_PROMPTS))
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.0,), 1.0, ("0", "1"), None])
+def test_reward_bounds_that_are_none_are_refused(bounds: Any) -> None:
+    def func(completion: Any) -> float:
+        return 0.0
+
+    func.reward_bounds = bounds  # type: ignore[attr-defined]
+    with pytest.raises(vf.ConfigError, match="reward_bounds"):
+        vf.Rubric([func])
+
+
+def test_a_sum_has_bounds_only_where_the_reward_is_one_and_each_part_has_some() -> None:
+    penalty = vf.overlong_penalty(max_tokens=12, buffer_tokens=8)
+
+    class Own(vf.Rubric):
+        async def score_states(self, states: Any) -> Any:
+            return await super().score_states(states)
+
+    assert vf.Rubric([penalty], weights=[-2.0]).declared_bounds()["reward"] == (0.0, 2.0)
+    group = vf.RubricGroup([vf.MathRubric(), vf.Rubric([penalty])])
+    assert group.declared_bounds()["reward"] == (-1.0, 1.0)
+    for rubric in (Own([penalty]), vf.RubricGroup([Own([penalty])]), vf.Rubric([penalty, lambda completion: 7.0])):
+        assert rubric.declared_bounds() == {"overlong_penalty": (-1.0, 0.0)}
+    assert vf.RubricGroup([vf.Rubric([penalty]), vf.Rubric([penalty])]).declared_bounds() == {}
 
 
 def test_best_at_k_of_rewards_beyond_one_is_not_cut_off() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerControl, TrainerState
 
-from verifiers.data.batch_plan import make_plan
+from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.monitoring.findings import LearningSignal
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
@@ -81,32 +82,39 @@ def reference(batch: MicroBatch) -> Tensor:
     return batch["sampler_logps"] - 0.1 * batch["rollout_index"].unsqueeze(1)
 
 
-def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch]], list[dict[str, float]]]:
-    """Return the micro-batches and the logged metrics of each rank."""
-    args = GRPOConfig("unused", use_cpu=True, bf16=False, **settings)
-    meeting, logged = Meeting(), [dict[str, float](), dict[str, float]()]
-    prefetcher: Any = SimpleNamespace(
-        check=lambda: None, begin=lambda *_: None, take=lambda *_: block, oldest_version=lambda _: None
+def data_loop(
+    block: ScoredBlock, plan: BatchPlan, ranks: Any, logged: dict[str, float], *, skips: bool = False, **settings: Any
+) -> DataLoop:
+    prefetcher = SimpleNamespace(
+        check=lambda: None,
+        begin=lambda *_: None,
+        take=lambda *_: block,
+        groups=lambda _, count, step: block.groups[:count],
+        oldest_version=lambda _: None,
+    )
+    session: Any = SimpleNamespace(open=lambda: prefetcher, copy_of=lambda step: None)
+    logprobs: Any = SimpleNamespace(of_reference=reference, old=lambda batch, _: batch["sampler_logps"])
+    return DataLoop(
+        plan,
+        GRPOConfig("unused", use_cpu=True, bf16=False, **settings),
+        ranks,
+        logprobs,
+        session,
+        StageTimer(),
+        beta=0.0,
+        skip_zero_advantage=skips,
+        record=lambda block, trained, step: block_metrics(block, trained, plan, optimizer_step=step),
+        log_block=lambda *_: None,
+        log=logged.update,
     )
 
+
+def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch]], list[dict[str, float]]]:
+    """Return the micro-batches and the logged metrics of each rank."""
+    meeting, logged = Meeting(), [dict[str, float](), dict[str, float]()]
+
     def run(rank: int) -> list[MicroBatch]:
-        ranks: Any = RankOfTwo(meeting, rank)
-        session: Any = SimpleNamespace(open=lambda: prefetcher, copy_of=lambda step: None)
-        logprobs: Any = SimpleNamespace(of_reference=reference)
-        loop = DataLoop(
-            PLAN,
-            args,
-            ranks,
-            logprobs,
-            session,
-            StageTimer(),
-            beta=0.0,
-            skip_zero_advantage=False,
-            record=lambda block, trained, step: block_metrics(block, trained, PLAN, optimizer_step=step),
-            log_block=lambda *_: None,
-            log=logged[rank].update,
-        )
-        return loop.micro_batches(0, 0)
+        return data_loop(block, PLAN, RankOfTwo(meeting, rank), logged[rank], **settings).micro_batches(0, 0)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(run, range(2))), logged
@@ -133,6 +141,40 @@ def test_every_rank_logs_the_mean_of_rank_0_and_the_mean_of_all() -> None:
     assert logged[0]["reward"] == logged[0]["reward/mean_per_completion_global"] == pytest.approx(0.44125)
     assert logged[0]["reward/denominator/completions_local"] == 4
     assert logged[0]["reward/denominator/completions_global"] == 8
+
+
+class OnlyRank:
+    """The interface of `Ranks` on one process."""
+
+    count, index = 1, 0
+
+    def gather(self, own: Any) -> list[Any]:
+        return [own]
+
+    def on_rank_0(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def scatter(self, work: Callable[[], Sequence[Any]]) -> Any:
+        return work()[0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("max_steps", [1, 2])
+def test_on_one_process_the_local_mean_is_the_global_one_streamed_or_not(streaming: bool, max_steps: int) -> None:
+    """Group 1 has no advantage, and a run of one step ends before the second half of its block."""
+    sizes = {"per_device_train_batch_size": 2, "num_generations": 4, "num_prompts": 9, "steps_per_generation": 4}
+    plan = make_plan(**sizes, num_processes=1, gradient_accumulation_steps=2, max_steps=max_steps, seed=3)
+    logged: dict[str, float] = {}
+    block = a_block([0.1, 0.2, 0.3, 0.4, 0.635, 0.635, 0.635, 0.635])
+    block.filtered.append(
+        Group(2, [replace(one, key=RolloutKey(0, 2, place)) for place, one in enumerate(block.groups[1].rollouts)])
+    )
+    loop = data_loop(block, plan, OnlyRank(), logged, skips=True, streaming=streaming)
+    for step in range(max_steps):
+        for micro_step in range(2):
+            loop.micro_batches(step, micro_step)
+    assert logged["reward/denominator/completions_local"] == logged["reward/denominator/completions_global"] == 12
+    assert logged["reward/mean_per_completion"] == logged["reward/mean_per_completion_global"]
 
 
 def test_a_run_that_trains_on_its_kl_alone_has_no_signal() -> None:

@@ -43,7 +43,7 @@ def progress_text(
         f"{results.retries} retries",
         f"{in_flight} in flight",
         *([f"grading {grading}"] if grading else []),
-        f"{rate:,.0f} tokens/s",
+        f"{rate:,.0f} tokens/s{' since resuming' if run.finished_before else ''}",
     ]
     sampling = run.metadata["sampling_args"]
     is_bounded = any(sampling.get(name) for name in ("max_tokens", "max_completion_tokens"))
@@ -163,6 +163,8 @@ def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
         f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}"
         f"{missing}; {summary['retries']} retries; {tokens}"
     )
+    if errors := summary["tool_call_errors"]:
+        yield f"{errors} tool calls failed, the first: {' '.join(summary['first_tool_call_error'].split()):.160}"
     if trained_on := summary.get("prompts_trained_on"):
         asked = run.metadata["num_examples"]
         yield f"{trained_on} of {asked} prompts are training rows too: this is not a held-out reward"

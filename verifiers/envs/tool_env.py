@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from verifiers.concurrency import gather_owned
@@ -26,12 +27,17 @@ from verifiers.types import ChatMessage, Messages, State
 __all__ = ["StatefulToolEnv", "ToolEnv", "result_text", "shortened"]
 
 
+# of the call that runs: `call_tool` is not given it, and overrides may make another message of the answer
+_state_of_call: ContextVar[State | None] = ContextVar("state_of_call", default=None)
+
+
 class ToolEnv(MultiTurnEnv):
     """An environment whose policy may call tools, by native tool calls.
 
     The rollout ends with an answer that calls no tool. Every call gets exactly one tool message, in the order of the
     calls, which run concurrently. What goes wrong with a call (arguments that do not parse or fit, an unknown
-    tool, a tool that raises or hangs) is told to the policy in that message. Failures of the machinery, such as
+    tool, a tool that raises or hangs) is told to the policy in that message, and noted in
+    `state["tool_call_errors"]`, which evaluations count. Failures of the machinery, such as
     `vf.SandboxError`, end the rollout instead.
 
     Args:
@@ -157,6 +163,7 @@ class ToolEnv(MultiTurnEnv):
     async def _answer(
         self, call: RequestedCall, messages: Messages, state: State, kwargs: dict[str, Any]
     ) -> ChatMessage:
+        _state_of_call.set(state)  # in a task of its own
         try:
             arguments = await self._arguments(call, messages, state, kwargs)
         except ToolError as error:
@@ -183,6 +190,8 @@ class ToolEnv(MultiTurnEnv):
                 raise error
             raise wrapped from error
         self.logger.debug("a tool call failed: %r", error)
+        if (state := _state_of_call.get()) is not None:
+            state.setdefault("tool_call_errors", []).append(f"{type(error).__name__}: {error}")
         return {"role": "tool", "content": self.error_formatter(error) or repr(error), "tool_call_id": call_id}
 
 

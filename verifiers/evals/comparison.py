@@ -15,7 +15,6 @@ from typing import Any, Literal
 from verifiers.errors import ConfigError
 from verifiers.evals.results import Counts, RolloutResults
 from verifiers.evals.statistics import (
-    UNBOUNDED,
     Estimate,
     PermutationTest,
     detectable_difference,
@@ -26,7 +25,7 @@ from verifiers.evals.statistics import (
     unpaired_difference,
 )
 from verifiers.evals.store import iter_rows, plain, read_metadata, run_at
-from verifiers.evals.summary import RIGHT_FROM, rollouts_planned, value_of_prompt
+from verifiers.evals.summary import RIGHT_FROM, metric_bounds, rollouts_planned, value_of_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +190,8 @@ def compare_runs(
         raise ConfigError("the runs have no prompt in common; compare them unpaired (--unpaired-ok).")
     measured = [_measured(run, of_example, metric, right_from) for run, of_example in zip((a, b), keys, strict=True)]
     # a mean of few rewards may lie within bounds that the rewards do not keep
-    bounded = all(low >= 0 and high <= 1 for low, high in (found.span for found in measured))
-    limits: dict[str, Any] = {"confidence": confidence, "bounds": None if bounded else UNBOUNDED}
+    bounds = metric_bounds(metric, (a.metadata, b.metadata), [found.span for found in measured])
+    limits: dict[str, Any] = {"confidence": confidence, "bounds": bounds}
     unscored = [len(common - found.values.keys()) for found in measured]
     if pairing != "unpaired":
         shared = measured[0].values.keys() & measured[1].values.keys()
@@ -252,7 +251,7 @@ class _Measured:
 
     values: dict[Hashable, float]
     rollouts: dict[Hashable, int]
-    span: tuple[float, float]
+    span: Sequence[float]
 
     def only(self, keys: AbstractSet[Hashable]) -> _Measured:
         values = {key: value for key, value in self.values.items() if key in keys}
@@ -265,14 +264,14 @@ def _measured(run: ComparedRun, keys: Mapping[Any, Hashable], metric: str, right
     if wanted not in known:
         raise ConfigError(f"{str(run.directory)!r} has no metric {wanted!r}; it has {', '.join(known)}.")
     of_prompts = run.results.values(wanted)
-    values, rollouts, smallest, largest = {}, {}, 0.0, 0.0
+    values, rollouts, span = {}, {}, list[float]()
     for example, key in keys.items():
         numbers = of_prompts[example]
         found = value(numbers) if numbers else math.nan
         if not math.isnan(found):
             values[key], rollouts[key] = found, len(numbers)
-            smallest, largest = min(smallest, *numbers), max(largest, *numbers)
-    return _Measured(values, rollouts, (smallest, largest))
+            span = [min([*span, *numbers]), max([*span, *numbers])]
+    return _Measured(values, rollouts, span)
 
 
 def _keys(run: ComparedRun, match_by: MatchBy) -> dict[Any, Hashable]:

@@ -24,12 +24,13 @@ from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import METADATA, iter_rows, new_run_directory, read_metadata
+from verifiers.evals.store import METADATA, RESULTS, iter_rows, new_run_directory, read_metadata
 from verifiers.evals.summary import rollouts_planned, run_summary
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
 from verifiers.rollouts.run import Run, relaxed_gc
+from verifiers.rubrics.rubric import Rubric
 from verifiers.types import Outcome, RolloutKey
 
 EVALUATION_BLOCK = 2**31
@@ -373,6 +374,11 @@ def open_run(
         directory = new_run_directory(plan["env"], plan["model"], root, shard=Shard.of_run(plan))
         return new_run(directory, plan, rubric, redact=redact)
     redact, whole_groups, stored = redact or Redactor(()), scores_whole_groups(rubric), read_metadata(directory)
+    if stored.get("status") == "running" and (directory / RESULTS).is_file():
+        # killed, so nobody wrote its seconds: they are those from its first metadata to its last rollout
+        last, first = ((directory / name).stat().st_mtime for name in (RESULTS, METADATA))
+        summary = stored.get("summary") or {}
+        stored["summary"] = {**summary, "seconds": (summary.get("seconds") or 0.0) + max(0.0, last - first)}
     results, done = finished_rollouts(
         directory, plan["rollouts_per_example"], whole_groups=whole_groups, redact=redact
     )
@@ -380,7 +386,7 @@ def open_run(
     if not run.is_complete:
         # else nothing is run today, so nothing of today belongs to the run
         kept: dict[str, Any] = {name: stored[name] for name in ("started", "started_at", "summary") if name in stored}
-        begun = _begun(plan)
+        begun = _begun(plan, rubric)
         run.metadata = {**begun, **kept, "sessions": [*stored.get("sessions", ()), *begun["sessions"]]}
     return run
 
@@ -391,15 +397,18 @@ def new_run(
     """Return a new run of a plan in a directory, which need not exist yet."""
     redact = redact or Redactor(())
     results = RolloutResults(redact=redact)
-    return EvaluationRun(directory, _begun(plan), _planned(plan), scores_whole_groups(rubric), redact, results)
+    return EvaluationRun(
+        directory, _begun(plan, rubric), _planned(plan), scores_whole_groups(rubric), redact, results
+    )
 
 
-def _begun(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _begun(plan: Mapping[str, Any], rubric: Any) -> dict[str, Any]:
     """Return the metadata of a run that begins now."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     session = {"started": now, "versions": plan.get("versions"), "git": plan.get("git")}
     begun = {"started": now, "started_at": time.time(), "sessions": [session]}
-    return {**plan, "identity": run_identity(plan), **begun}
+    bounds = {"reward_bounds": rubric.declared_bounds()} if isinstance(rubric, Rubric) else {}
+    return {**plan, **bounds, "identity": run_identity(plan), **begun}
 
 
 def _planned(plan: Mapping[str, Any]) -> int:

@@ -89,6 +89,7 @@ async def regrade(
     limiter = Limiter(max_concurrent)
     metadata = {
         **{name: value for name, value in run.metadata.items() if name not in ("identity", "summary")},
+        "reward_bounds": env.rubric.declared_bounds(),
         "regraded_from": str(run.directory),
         "regraded": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
@@ -131,6 +132,7 @@ def _restored(row: Mapping[str, Any]) -> Rollout:
         task=row.get("task", "default"),
         info=row.get("info") or {},
         turn=row.get("turns"),
+        tool_call_errors=row.get("tool_call_errors") or [],
         timing={
             "generation_ms": row.get("generation_ms") or 0.0,
             "scoring_ms": 0.0,

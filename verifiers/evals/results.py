@@ -47,8 +47,8 @@ class RolloutResults:
     """Outcomes, rewards and reward functions' values of rollouts, in columns: memory does not grow with transcripts.
 
     A rollout counts as scored where it ended as completed or truncated and its reward is a finite number; nothing
-    of any other rollout enters a mean. Where a rollout was done again, the later row counts, but the tokens, retries
-    and seconds of both were spent.
+    of any other rollout enters a mean. Where a rollout was done again, the later row counts, but the tokens, retries,
+    failed tool calls and seconds of both add up.
 
     Args:
         redact: takes secrets out of the texts of failures.
@@ -58,6 +58,8 @@ class RolloutResults:
         retries: model calls that were repeated.
         generation_s: wall-clock seconds of all rollouts, added up.
         without_usage: rows of which the tokens are not known.
+        tool_call_errors: tool calls that failed, as the policy was told.
+        first_tool_call_error: the text of the first of them; None where there is none.
         failures: how often each failure text was seen in this process.
     """
 
@@ -65,7 +67,8 @@ class RolloutResults:
         self, rows: Iterable[Mapping[str, Any]] = (), *, redact: Callable[[str], str] = lambda text: text
     ) -> None:
         self.prompt_tokens = self.completion_tokens = self.without_usage = 0
-        self.scored = self.retries = 0
+        self.scored = self.retries = self.tool_call_errors = 0
+        self.first_tool_call_error: str | None = None
         self.generation_s = 0.0
         self.failures: Counter[str] = Counter()
         self._redact = redact
@@ -131,6 +134,9 @@ class RolloutResults:
         self.completion_tokens += self._lengths[place]
         self.without_usage += "completion_tokens" in row and row["completion_tokens"] is None
         self.retries += int(row.get("attempts") or 1) - 1
+        if isinstance(errors := row.get("tool_call_errors"), list) and errors:
+            self.tool_call_errors += len(errors)
+            self.first_tool_call_error = self.first_tool_call_error or self._redact(str(errors[0]))
         self.generation_s += float(row.get("generation_ms") or 0.0) / 1000
         reward = row.get("reward")
         if outcome not in _SCORED or not isinstance(reward, int | float) or not math.isfinite(reward):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TypeVar
@@ -180,9 +180,14 @@ def _estimate(values: Sequence[float], rollouts: int, bounds: Bounds | None, con
     return Estimate(mean, stderr, low, high, prompts, rollouts)
 
 
+def keeps(bounds: Bounds, clusters: Iterable[Sequence[float]]) -> bool:
+    """Return whether all rewards lie within the bounds, but for a rounding error."""
+    return all(bounds[0] - _SAME <= reward <= bounds[1] + _SAME for rewards in clusters for reward in rewards)
+
+
 def _bounds(given: Bounds | None, clusters: Sequence[Sequence[float]]) -> Bounds | None:
     low, high = given or (0.0, 1.0)
-    within = all(low - _SAME <= reward <= high + _SAME for rewards in clusters for reward in rewards)
+    within = keeps((low, high), clusters)
     if given is not None and not within:
         raise ConfigError(f"bounds is {given!r}, but a reward lies outside; give the bounds of all rewards, or None.")
     return (low, high) if within and math.isfinite(high - low) else None

@@ -44,6 +44,7 @@ COLUMNS = (
     "completion_tokens",
     "turns",
     "attempts",
+    "tool_call_errors",
     "metrics",
 )
 """Columns of results.jsonl; every further one is a reward function's value."""
@@ -189,6 +190,8 @@ def result_row(rollout: Rollout) -> dict[str, Any]:
         "completion_tokens": rollout.usage.completion_tokens,
         "turns": rollout.turns,
         "attempts": rollout.attempts,
+        # a state made from a row refuses to be asked for what it lacks
+        "tool_call_errors": [_shortened(str(text)) for text in dict.get(rollout.state, "tool_call_errors") or ()],
         "metrics": dict(rollout.metrics),
     }
     # a reward function must not overwrite a column of ours

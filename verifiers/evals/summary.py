@@ -16,15 +16,17 @@ from verifiers.errors import ConfigError
 from verifiers.evals.results import Counts, RolloutResults
 from verifiers.evals.statistics import (
     UNBOUNDED,
+    Bounds,
     Estimate,
     best_at_k,
+    keeps,
     mean_and_stderr_clustered,
     mean_over_prompts,
     pass_at_k,
     pass_hat_k,
     sizes_up_to,
 )
-from verifiers.evals.store import plain
+from verifiers.evals.store import finite, plain
 
 Advice = Literal["more prompts", "more rollouts", ""]
 
@@ -251,8 +253,10 @@ def summarize(
     rewards = list(results.values().values())
     price = None if prices is None else prices.prices.get(str(metadata.get("model")))
 
-    def estimated(values: Mapping[Any, Sequence[float]]) -> Estimate:
-        return mean_and_stderr_clustered(list(values.values()), confidence=confidence)
+    def estimated(name: str = "reward", task: str | None = None) -> Estimate:
+        values = list(results.values(name, task=task).values())
+        bounds = metric_bounds(name, [metadata], values)
+        return mean_and_stderr_clustered(values, confidence=confidence, bounds=bounds)
 
     tasks = results.tasks if len(results.tasks) > 1 else ()
     cost = None
@@ -260,11 +264,11 @@ def summarize(
         cost = price.cost(results.prompt_tokens, results.completion_tokens)
     return RunSummary(
         counts=results.counts(planned=rollouts_planned(metadata)),
-        measures={name: estimated(results.values(name)) for name in results.metrics},
-        at_k=at_k(rewards, right_from=right_from, confidence=confidence),
+        measures={name: estimated(name) for name in results.metrics},
+        at_k=at_k(rewards, metadata, right_from=right_from, confidence=confidence),
         right_from=right_from,
         variance=split_variance(rewards),
-        tasks={task: (estimated(results.values(task=task)), results.counts(task=task)) for task in tasks},
+        tasks={task: (estimated(task=task), results.counts(task=task)) for task in tasks},
         prompt_tokens=results.prompt_tokens,
         completion_tokens=results.completion_tokens,
         without_usage=results.without_usage,
@@ -280,6 +284,8 @@ def run_summary(
     return {
         **summarize(results, metadata, **options).as_json(),
         "retries": results.retries,
+        "tool_call_errors": results.tool_call_errors,
+        "first_tool_call_error": results.first_tool_call_error,
         "seconds": seconds,
         "prompts_trained_on": metadata.get("prompts_trained_on"),
     }
@@ -287,6 +293,7 @@ def run_summary(
 
 def at_k(
     rewards_by_prompt: Sequence[Sequence[float]],
+    metadata: Mapping[str, Any] | None = None,
     *,
     right_from: float = RIGHT_FROM,
     confidence: float = 0.95,
@@ -302,7 +309,7 @@ def at_k(
         for kind in ("pass@", "pass^", "best@"):
             _, value = value_of_prompt(f"{kind}{k}", right_from)
             # the best of a few can look bounded when the rewards are not
-            bounds = None if kind != "best@" or _within_unit(enough) else UNBOUNDED
+            bounds = metric_bounds(f"{kind}{k}", [metadata or {}], enough)
             values, rollouts = list(map(value, enough)), sum(map(len, enough))
             estimates.append(mean_over_prompts(values, rollouts, confidence=confidence, bounds=bounds))
         rows.append(AtK(k, *estimates))
@@ -324,6 +331,34 @@ def value_of_prompt(metric: str, right_from: float = RIGHT_FROM) -> tuple[str, C
     return "reward", lambda rewards: rate(len(rewards), _right(rewards, right_from), k)
 
 
+def metric_bounds(metric: str, runs: Iterable[Mapping[str, Any]], values: Sequence[Sequence[float]]) -> Bounds:
+    """Return the bounds of a metric: those that every run's `reward_bounds` has, else 0 and 1, else none.
+
+    Bounds that a value does not keep are not taken; of pass@k and pass^k they are 0 and 1. To cut an interval off at
+    them costs no coverage, as the truth cannot lie beyond (Mandelkern, Statistical Science 17, 2002).
+
+    Args:
+        runs: metadata of one run, or of those that are compared.
+        values: of the column that the metric is made of (`value_of_prompt`).
+    """
+    if metric.startswith(("pass@", "pass^")):
+        return 0.0, 1.0
+    declared = [_declared(one.get("reward_bounds"), value_of_prompt(metric)[0]) for one in runs]
+    known = [one for one in declared if one is not None]
+    shared = [(min(low for low, _ in known), max(high for _, high in known))] if known == declared != [] else []
+    return next((bounds for bounds in (*shared, (0.0, 1.0)) if keeps(bounds, values)), UNBOUNDED)
+
+
+def _declared(found: Any, column: str) -> Bounds | None:
+    # a run may be a stranger's
+    ends = found.get(column) if isinstance(found, Mapping) else None
+    numbers = [finite(end) for end in ends] if isinstance(ends, list | tuple) else []
+    match numbers:
+        case (float() as low, float() as high) if low < high:
+            return low, high
+    return None
+
+
 def rollouts_planned(metadata: Mapping[str, Any]) -> int | None:
     """Return how many rollouts a run should have, by its metadata; None where that does not say."""
     prompts, each = metadata.get("num_examples"), metadata.get("rollouts_per_example")
@@ -340,7 +375,3 @@ def _measure_as_json(estimate: Estimate, counts: Counts) -> dict[str, Any]:
 
 def _right(rewards: Sequence[float], right_from: float) -> int:
     return sum(reward >= right_from - _ALMOST for reward in rewards)
-
-
-def _within_unit(rewards_by_prompt: Iterable[Sequence[float]]) -> bool:
-    return all(0 <= reward <= 1 for rewards in rewards_by_prompt for reward in rewards)

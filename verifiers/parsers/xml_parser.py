@@ -110,6 +110,7 @@ class XMLParser(Parser):
             scores = [self._format_score(message_text(message)) for message in messages]
             return sum(scores) / len(scores) if scores else 0.0
 
+        format_reward_func.reward_bounds = (0.0, 1.0)  # type: ignore[attr-defined]
         return format_reward_func
 
     def _format_score(self, text: str) -> float:

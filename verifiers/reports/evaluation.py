@@ -19,7 +19,7 @@ from verifiers.evals.comparison import prompt_digest
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
 from verifiers.evals.store import RESULTS, finite, iter_lines, metrics_of, parse_row, read_metadata
-from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
+from verifiers.evals.summary import RIGHT_FROM, at_k, metric_bounds, rollouts_planned
 from verifiers.notebook import as_text, messages_of
 from verifiers.reports.page import json_text, page_text, write_page
 
@@ -313,15 +313,18 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
         "scored": counts.scored,
         "outcomes": dict(counts.outcomes),
         "measures": [
-            {"name": name, **_numbers(mean_and_stderr_clustered(list(numbers.values(name).values())))}
-            for name in numbers.metrics
+            {
+                "name": name,
+                **_numbers(mean_and_stderr_clustered(values, bounds=metric_bounds(name, [metadata], values))),
+            }
+            for name, values in ((name, list(numbers.values(name).values())) for name in numbers.metrics)
         ],
         "promptTokens": numbers.prompt_tokens,
         "completionTokens": numbers.completion_tokens,
         "seconds": finite(seconds),
         "passAtK": [
             {"k": row.k, **_numbers(row.pass_at)}
-            for row in at_k(list(numbers.values().values()), right_from=right_from)
+            for row in at_k(list(numbers.values().values()), metadata, right_from=right_from)
         ],
         "rightFrom": right_from,
     }
@@ -342,7 +345,8 @@ def difference_of(
     rows = {}
     for name in ["reward", *sorted({name for entry in (*before, *after) for name in entry.metrics} - {"reward"})]:
         one, two = _by_prompt(before, name), _by_prompt(after, name)
-        rows[name] = _numbers(paired_difference(one, two))
+        bounds = metric_bounds(name, settings, [*one.values(), *two.values()])
+        rows[name] = _numbers(paired_difference(one, two, bounds=bounds))
     # a prompt that one side never scored has nothing to be compared with
     one, two = _by_prompt(before, "reward"), _by_prompt(after, "reward")
     return {

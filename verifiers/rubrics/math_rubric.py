@@ -68,6 +68,8 @@ class MathRubric(Rubric):
         """Reward an answer that equals the row's with 1.0, any other with 0.0."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.RIGHT)
 
+    correct_answer.reward_bounds = (0.0, 1.0)  # type: ignore[attr-defined]
+
     async def math_timeout(self, parser: Parser, completion: Any, answer: Any, state: Any = None, **_: Any) -> float:
         """Return 1.0 for an answer that could not be compared within `timeout_s`."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.TIMED_OUT)

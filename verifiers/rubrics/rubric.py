@@ -58,6 +58,9 @@ class Rubric:
     the score's `errors` (and in `state["grading_errors"]`), so that no failed grade passes for a reward of zero.
     Functions of one name, such as lambdas, are name_1, name_2, ... among the metrics.
 
+    A function whose values have bounds may say so in an attribute: `func.reward_bounds = (-1.0, 0.0)`. Intervals of
+    its mean end there, and those of the reward at the weighted sum of the bounds.
+
     A subclass scores in its own way by overriding `score_states`. Overrides of the classic methods (`score_rollout`,
     `score_rollouts`, `score_group`, `call_reward_func`) take effect too.
 
@@ -136,6 +139,29 @@ class Rubric:
         """Return whether there is nothing to score by: no function, and no scoring of a subclass's own."""
         is_plain = getattr(self.score_states, "__func__", None) is Rubric.score_states
         return is_plain and not self.scores_groups_itself and not self.get_reward_funcs()
+
+    @property
+    def is_weighted_sum(self) -> bool:
+        """Return whether a reward is the weighted sum of the functions, and a subclass scores in no other way."""
+        score = getattr(self.score_states, "__func__", None)
+        members = all(getattr(rubric, "is_weighted_sum", False) for rubric in getattr(self, "rubrics", ()))
+        return members and not self.scores_groups_itself and score in (Rubric.score_states, RubricGroup.score_states)
+
+    def declared_bounds(self) -> dict[str, tuple[float, float]]:
+        """Return the least and largest value of each function with an attribute `reward_bounds`, by its name.
+
+        "reward" has those of the weighted sum, where every function with a weight has the attribute.
+        """
+        names, funcs, weights = self.get_reward_func_names(), self.get_reward_funcs(), self.get_reward_weights()
+        if not len(names) == len(set(names)) == len(funcs) == len(weights):
+            return {}  # functions of several rubrics under one name
+        bounds = [getattr(func, "reward_bounds", None) for func in funcs]
+        found = {name: known for name, known in zip(names, bounds, strict=True) if known and name != "reward"}
+        weighted = [(weight, known) for weight, known in zip(weights, bounds, strict=True) if weight]
+        if weighted and self.is_weighted_sum and all(known for _, known in weighted):
+            ends = [sorted(weight * end for end in known or ()) for weight, known in weighted]
+            found["reward"] = (sum(low for low, _ in ends), sum(high for _, high in ends))
+        return found
 
     def refuse_unsupplied(self) -> None:
         """Raise ConfigError for a function with an argument that nobody supplies; before anything is sampled."""
@@ -250,6 +276,15 @@ class Rubric:
         known = {*ARGUMENTS, *PLURALS, *self.class_objects}
         for func in funcs if self.checks_parameters else ():
             check_parameters(f"The reward function {reward_name(func)!r}", func, known)
+        for func in funcs:
+            match getattr(func, "reward_bounds", (0, 1)):
+                case (int() | float() as low, int() | float() as high) if low < high:
+                    continue
+                case found:
+                    raise ConfigError(
+                        f"The reward function {reward_name(func)!r} has reward_bounds {found!r}; give its least "
+                        "and its largest value, such as (-1.0, 0.0)."
+                    )
         return list(funcs)
 
     def _check_weights(self) -> None:

@@ -65,6 +65,7 @@ def overlong_penalty(*, max_tokens: int, buffer_tokens: int) -> Callable[..., fl
         over = completion_tokens(state) - (max_tokens - buffer_tokens)
         return -min(1.0, max(0.0, over / buffer_tokens))
 
+    overlong_penalty.reward_bounds = (-1.0, 0.0)  # type: ignore[attr-defined]
     return overlong_penalty
 
 

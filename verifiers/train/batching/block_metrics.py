@@ -16,7 +16,7 @@ from verifiers.data.row_source import ObservesBlocks
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
 from verifiers.train.batching.micro_batches import all_micro_batches, packing_metrics
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.types import Outcome
+from verifiers.types import Outcome, RolloutKey
 
 __all__ = ["block_metrics", "block_tokens", "curriculum_metrics", "fill_completions_table"]
 
@@ -39,7 +39,7 @@ def block_metrics(
     rollouts = list(block.launched)
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     everything = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    of_rank_0 = _rewards_of_rank_0(block, trained)
+    of_rank_0 = _rewards_of_rank_0(block, trained, plan.num_processes)
     mean = fmean(everything) if everything else math.nan
     # not the mean of the ranks' means, which is wrong as soon as they hold different numbers of completions
     metrics = {
@@ -101,12 +101,19 @@ def _has_gradient(advantage: float | list[float]) -> bool:
     return any(advantage) if isinstance(advantage, list) else bool(advantage)
 
 
-def _rewards_of_rank_0(block: ScoredBlock, trained: TrainingBlock) -> list[float]:
-    """Return the rewards of the rollouts that rank 0, which logs, trains a row of."""
-    batches = [batch for by_rank in trained.micro_steps for batch in by_rank[0]]
-    indices = {index for batch in batches for index in batch["rollout_index"].tolist() if index >= 0}
-    rewards = [rollout.reward for rollout in block.rollouts]
-    return [reward for index in sorted(indices) if (reward := rewards[index]) is not None]
+def _rewards_of_rank_0(block: ScoredBlock, trained: TrainingBlock, ranks: int) -> list[float]:
+    """Return the rewards of the rollouts that rank 0, which logs, trains a row of, and its share of the untrained.
+
+    Which rows are left out, as for an advantage of 0, must not decide what the mean is over.
+    """
+    rollouts, by_rank = block.rollouts, [set[RolloutKey]() for _ in range(ranks)]
+    for micro_step in trained.micro_steps:
+        for keys, batches in zip(by_rank, micro_step, strict=True):
+            places = (place for batch in batches for place in batch["rollout_index"].tolist() if place >= 0)
+            keys |= {rollouts[place].key for place in places}
+    scored = [(rollout.key, rollout.reward) for rollout in block.launched if rollout.reward is not None]
+    untrained = [reward for key, reward in scored if not any(key in keys for keys in by_rank)]
+    return [*(reward for key, reward in scored if key in by_rank[0]), *untrained[::ranks]]
 
 
 def _reward_functions(scored: Sequence[Rollout]) -> dict[str, float]:
