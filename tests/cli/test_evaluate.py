@@ -99,6 +99,26 @@ def test_tool_calls_that_fail_are_counted_and_the_first_is_named(
     assert [len(row["tool_call_errors"]) for row in results.rows] == [2, 2]
 
 
+@pytest.mark.parametrize("workers", ["inline", "processes:1"])
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({"content": "", "refusal": "I\nwill not."}, "I\nwill not."),
+        ({"content": "4", "finish_reason": "content_filter"}, "content_filter"),
+    ],
+)
+def test_refusals_and_filtered_answers_are_counted_and_stand_in_row_and_report(
+    env_name: str, capsys: pytest.CaptureFixture[str], results: Any, answer: dict[str, Any], why: str, workers: str
+) -> None:
+    with FakeOpenAIServer(answer) as server:
+        assert main([env_name, "-b", server.url, "-n", "1", "-r", "2", "--workers", workers]) == 0
+    said = f"2 rollouts ended with a refusal or a filtered answer, the first: {' '.join(why.split())}"
+    assert said in capsys.readouterr().out
+    assert results.metadata["summary"]["refusals"] == 2
+    assert [(row["outcome"], row["refusal"]) for row in results.rows] == [("completed", why)] * 2
+    assert "refused: " in (results.directory / "report.html").read_text()
+
+
 def test_key_and_headers_are_sent_but_never_written(
     server: FakeOpenAIServer,
     env_name: str,

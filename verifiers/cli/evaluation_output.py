@@ -163,8 +163,12 @@ def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
         f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}"
         f"{missing}; {summary['retries']} retries; {tokens}"
     )
-    if errors := summary["tool_call_errors"]:
-        yield f"{errors} tool calls failed, the first: {' '.join(summary['first_tool_call_error'].split()):.160}"
+    for what, number, first in (
+        ("tool calls failed", "tool_call_errors", "first_tool_call_error"),
+        ("rollouts ended with a refusal or a filtered answer", "refusals", "first_refusal"),
+    ):
+        if summary[number]:
+            yield f"{summary[number]} {what}, the first: {' '.join(summary[first].split()):.160}"
     if trained_on := summary.get("prompts_trained_on"):
         asked = run.metadata["num_examples"]
         yield f"{trained_on} of {asked} prompts are training rows too: this is not a held-out reward"

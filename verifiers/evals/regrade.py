@@ -150,6 +150,7 @@ def _restored(row: Mapping[str, Any]) -> Rollout:
         turns=row.get("turns") or 0,
         failure=failure,
         attempts=row.get("attempts") or 1,
+        refusal=row.get("refusal"),
         timing=Timing(generation_s=(row.get("generation_ms") or 0.0) / 1000),
         usage=Usage(row.get("prompt_tokens"), row.get("completion_tokens")),
         state=state,

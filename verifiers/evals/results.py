@@ -60,6 +60,7 @@ class RolloutResults:
         without_usage: rows of which the tokens are not known.
         tool_call_errors: tool calls that failed, as the policy was told.
         first_tool_call_error: the text of the first of them; None where there is none.
+        refusals, first_refusal: likewise, of rollouts that ended with a refusal or a filtered answer.
         failures: how often each failure text was seen in this process.
     """
 
@@ -67,8 +68,9 @@ class RolloutResults:
         self, rows: Iterable[Mapping[str, Any]] = (), *, redact: Callable[[str], str] = lambda text: text
     ) -> None:
         self.prompt_tokens = self.completion_tokens = self.without_usage = 0
-        self.scored = self.retries = self.tool_call_errors = 0
+        self.scored = self.retries = self.tool_call_errors = self.refusals = 0
         self.first_tool_call_error: str | None = None
+        self.first_refusal: str | None = None
         self.generation_s = 0.0
         self.failures: Counter[str] = Counter()
         self._redact = redact
@@ -137,6 +139,9 @@ class RolloutResults:
         if isinstance(errors := row.get("tool_call_errors"), list) and errors:
             self.tool_call_errors += len(errors)
             self.first_tool_call_error = self.first_tool_call_error or self._redact(str(errors[0]))
+        if refusal := row.get("refusal"):
+            self.refusals += 1
+            self.first_refusal = self.first_refusal or self._redact(str(refusal))
         self.generation_s += float(row.get("generation_ms") or 0.0) / 1000
         reward = row.get("reward")
         if outcome not in _SCORED or not isinstance(reward, int | float) or not math.isfinite(reward):

@@ -44,6 +44,7 @@ COLUMNS = (
     "completion_tokens",
     "turns",
     "attempts",
+    "refusal",
     "tool_call_errors",
     "metrics",
 )
@@ -190,6 +191,7 @@ def result_row(rollout: Rollout) -> dict[str, Any]:
         "completion_tokens": rollout.usage.completion_tokens,
         "turns": rollout.turns,
         "attempts": rollout.attempts,
+        "refusal": None if rollout.refusal is None else _shortened(rollout.refusal),
         # a state made from a row refuses to be asked for what it lacks
         "tool_call_errors": [_shortened(str(text)) for text in dict.get(rollout.state, "tool_call_errors") or ()],
         "metrics": dict(rollout.metrics),

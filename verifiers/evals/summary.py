@@ -286,6 +286,8 @@ def run_summary(
         "retries": results.retries,
         "tool_call_errors": results.tool_call_errors,
         "first_tool_call_error": results.first_tool_call_error,
+        "refusals": results.refusals,
+        "first_refusal": results.first_refusal,
         "seconds": seconds,
         "prompts_trained_on": metadata.get("prompts_trained_on"),
     }

@@ -275,6 +275,7 @@ class SampledTokens:
     Attributes:
         versions: spans of the sampled ids with the version of the weights that sampled them, as vLLM names them.
         usage: as the server counted, else the number of ids.
+        refusal: the model's words where it refused, "content_filter" where the server filtered the answer, else None.
     """
 
     prompt_ids: Sequence[int] | None
@@ -283,6 +284,7 @@ class SampledTokens:
     versions: Sequence[Mapping[str, Any]] = ()
     finish_reason: str | None = None
     usage: Usage = field(default_factory=Usage)
+    refusal: str | None = None
 
 
 def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
@@ -298,6 +300,8 @@ def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
     prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     completion_ids = choice.get("token_ids")
     counted = _counted_tokens(answer)
+    refusal = (choice.get("message") or {}).get("refusal")
+    filtered = "content_filter" if choice.get("finish_reason") == "content_filter" else None
     return SampledTokens(
         prompt_ids,
         completion_ids,
@@ -308,6 +312,7 @@ def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
             counted.get("prompt_tokens", _length(prompt_ids)),
             counted.get("completion_tokens", _length(completion_ids)),
         ),
+        refusal=refusal if isinstance(refusal, str) and refusal else filtered,
     )
 
 
@@ -398,7 +403,7 @@ def overlong_response(model: str, message_type: str) -> WireObject:
 def assistant_message(message: Any) -> MessageRecord:
     """Return the chat message of a response as plain data; tool calls and reasoning are kept."""
     content, tool_calls = getattr(message, "content", None), getattr(message, "tool_calls", None)
-    reasoning = getattr(message, "reasoning_content", None)
+    reasoning, refusal = (getattr(message, name, None) for name in ("reasoning_content", "refusal"))
     plain = AssistantMessage(role="assistant", content=content or "")
     if isinstance(tool_calls, list) and tool_calls:
         plain["tool_calls"] = [_plain_tool_call(call) for call in tool_calls]
@@ -407,6 +412,8 @@ def assistant_message(message: Any) -> MessageRecord:
             _ = call.function
     if isinstance(reasoning, str) and reasoning:
         plain["reasoning_content"] = reasoning
+    if isinstance(refusal, str) and refusal:
+        plain["refusal"] = refusal
     return plain
 
 

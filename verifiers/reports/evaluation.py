@@ -384,14 +384,14 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def _transcript(row: Mapping[str, Any]) -> dict[str, Any]:
-    info, error = row.get("info"), row.get("error")
+    info = row.get("info")
     return {
         "prompt": messages_of(row.get("prompt"), "prompt"),
         "completion": messages_of(row.get("completion"), "completion"),
         "answer": as_text(row.get("answer")),
         "task": as_text(row.get("task")),
         "info": as_text(info) if info else "",
-        "error": as_text(error) if error else None,
+        "error": _why(row),
     }
 
 
@@ -402,10 +402,17 @@ def _newest_first(messages: Any, role: str) -> Iterator[dict[str, Any]]:
     return iter(messages_of(messages, role))
 
 
+def _why(row: Mapping[str, Any]) -> str | None:
+    """Return why a rollout failed, or else why its last answer is a refusal or was filtered."""
+    if error := row.get("error"):
+        return as_text(error)
+    return f"refused: {as_text(row['refusal'])}" if row.get("refusal") else None
+
+
 def last_words(row: Mapping[str, Any]) -> str:
-    """Return the end of a rollout on one line: why it failed, or else the last thing that was said."""
-    if row.get("error"):
-        return _one_line(as_text(row["error"]), _LAST_CHARACTERS)
+    """Return the end of a rollout on one line: why it failed or was refused, or else the last thing that was said."""
+    if why := _why(row):
+        return _one_line(why, _LAST_CHARACTERS)
     for message in _newest_first(row.get("completion"), "completion"):
         calls = ", ".join(call["name"] for call in message.get("calls", ()))
         words = _one_line(_after_thinking(message.get("text", "")), _LAST_CHARACTERS) or (

@@ -48,6 +48,7 @@ class RecordedAnswer:
     finish_reason: str | None
     usage: Usage
     turn: Turn | None
+    refusal: str | None
 
 
 class PromptIds(Sequence[int]):
@@ -242,6 +243,10 @@ class RolloutClient:
         return self.answers[-1].finish_reason if self.answers else None
 
     @property
+    def refusal(self) -> str | None:
+        return self.answers[-1].refusal if self.answers else None
+
+    @property
     def untrained(self) -> RolloutClient:
         """A handle on the same server for calls that are not trained: judges, user simulators, other sampling."""
         other = RolloutClient(self._backend, limiter=self._limiter, retry=self._retry)
@@ -309,7 +314,8 @@ class RolloutClient:
         self.last_error = None
         if tokens is None:
             return response, None
-        recorded = RecordedAnswer(tokens.finish_reason, tokens.usage, self._turn(tokens, sampled.version))
+        turn = self._turn(tokens, sampled.version)
+        recorded = RecordedAnswer(tokens.finish_reason, tokens.usage, turn, tokens.refusal)
         self.answers.append(recorded)
         if recorded.turn is None:
             return response, recorded

@@ -115,6 +115,7 @@ class Rollout:
         rows: the trained policy's tokens; empty where the server gave no token ids.
         forks: turns that started another row (see `rows_from_turns`).
         advantage: given by the environment in place of the group's: one float, or one per sampled token.
+        refusal: the last answer's, where the policy refused or the server filtered it (see `SampledTokens`).
     """
 
     key: RolloutKey
@@ -134,6 +135,7 @@ class Rollout:
     attempts: int = 1
     timing: Timing = field(default_factory=Timing)
     usage: Usage = field(default_factory=Usage)
+    refusal: str | None = None
     state: State = field(default_factory=State, repr=False)
 
     @property

@@ -388,6 +388,7 @@ async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:
         attempts=1 + client.retries,
         timing=timing,
         usage=client.usage,
+        refusal=client.refusal,
         state=state,
     )
     if run.on_end is not None:
