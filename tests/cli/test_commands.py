@@ -156,7 +156,10 @@ def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.Ca
     [
         (lambda: umbrella(["tui"]), "there is no command 'tui'; 'vf view' shows runs in a browser."),
         (lambda: umbrella(["vllm"]), "vf-vllm comes with the package verifiers-vllm"),
-        (lambda: evaluate(["toy", "-m", "fake", "--save-every", "3"]), "--save-every: each rollout is stored as it ends"),
+        (
+            lambda: evaluate(["toy", "-m", "fake", "--save-every", "3"]),
+            "--save-every: each rollout is stored as it ends",
+        ),
     ],
 )
 def test_what_the_classic_package_had_is_told_what_there_is_instead(

@@ -98,7 +98,11 @@ CLASSIC_NAMES = {
     **_moved("verifiers.trainers.grpo_trainer", "verifiers.data.sampler", "RepeatSampler"),
     **{
         name: target
-        for module in ("verifiers.trainers.grpo_trainer", "verifiers.train.buffers", "verifiers.train.batching.buffers")
+        for module in (
+            "verifiers.trainers.grpo_trainer",
+            "verifiers.train.buffers",
+            "verifiers.train.batching.buffers",
+        )
         for name, target in {
             **_moved(module, "verifiers.data.sampler", "reorder_chunks"),
             **_moved(module, "verifiers.train.batching.advantages", "group_advantages"),

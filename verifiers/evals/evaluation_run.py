@@ -452,9 +452,10 @@ def _is_part(metadata: Mapping[str, Any], plan: Mapping[str, Any], rows: Any) ->
     """Return whether a run played the first of the plan's rows, as often or less often, and all else is the same."""
     if rows is None or run_identity(metadata, but_for=_SIZE) != run_identity(plan, but_for=_SIZE):
         return False
-    prompts, each = (metadata.get(name) for name in _SIZE[1:])
-    is_smaller = isinstance(prompts, int) and prompts <= len(rows) and each <= plan["rollouts_per_example"]
-    return is_smaller and metadata.get("prompts") == fingerprint(rows.select(range(prompts)))
+    prompts, each = metadata.get("num_examples"), metadata.get("rollouts_per_example") or 0
+    if not isinstance(prompts, int) or prompts > len(rows) or each > plan["rollouts_per_example"]:
+        return False
+    return bool(metadata.get("prompts") == fingerprint(rows.select(range(prompts))))
 
 
 def finished_rollouts(
