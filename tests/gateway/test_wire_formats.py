@@ -273,7 +273,7 @@ async def test_what_claude_code_sends_is_taken_and_said_once_to_the_policy(
 async def test_what_codex_sends_is_taken_and_its_tools_answered_by_their_own_names(
     opened: Any, closing: AsyncExitStack, stream: bool
 ) -> None:
-    made = [("n__add", '{"a": 1}'), ("patch", '{"input": "*** Begin"}')]
+    made = [("n__add", '{"a": 1}'), ("patch", '{"input": "*** Begin"}'), ("n__edit", '{"input": "s/a/b/"}')]
     calls = [
         {"id": f"call_{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for place, (name, arguments) in enumerate(made)
@@ -283,7 +283,7 @@ async def test_what_codex_sends_is_taken_and_its_tools_answered_by_their_own_nam
     add = {"type": "function", **TOOL}
     tools: Any = [
         {**add, "name": "plain"},
-        {"type": "namespace", "name": "n", "description": "d", "tools": [add]},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [add, {"type": "custom", "name": "edit"}]},
         {"type": "custom", "name": "patch", "description": "Patch.", "format": {"type": "text"}},
         {"type": "web_search"},
         {"type": "local_shell"},
@@ -306,11 +306,13 @@ async def test_what_codex_sends_is_taken_and_its_tools_answered_by_their_own_nam
 
     answer = await ask(items)
     sent = server.requests[-1].body
-    assert [tool["function"]["name"] for tool in sent["tools"]] == ["plain", "n__add", "patch"]
+    assert [tool["function"]["name"] for tool in sent["tools"]] == ["plain", "n__add", "n__edit", "patch"]
     assert sent["messages"][0] == {"role": "system", "content": "A\n\nB"}
     called = [item for item in answer.output if item.type != "message"]
-    assert [(item.type, item.name) for item in called] == [("function_call", "add"), ("custom_tool_call", "patch")]
+    named = [("function_call", "add"), ("custom_tool_call", "patch"), ("custom_tool_call", "edit")]
+    assert [(item.type, item.name) for item in called] == named
     assert (called[0].namespace, called[1].input) == ("n", "*** Begin")
+    assert (called[2].namespace, called[2].input) == ("n", "s/a/b/")
     said = [item.model_dump(exclude_none=True) for item in answer.output]
     results = [
         {"type": "function_call_output", "call_id": "call_0", "output": "2"},

@@ -288,19 +288,27 @@ def _chat_name(name: str, namespace: str | None) -> str:
 def _call_item(made: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a call as the agent named its tool: within its namespace, or as the free text of a custom tool."""
     name, arguments = made["function"]["name"], made["function"]["arguments"]
-    common = {"call_id": made["id"], "status": "completed"}
+    item = {"call_id": made["id"], "status": "completed", "name": name}
+    is_custom = False
+    for tool, space in _members(tools):
+        if _chat_name(tool["name"], space) == name:
+            item |= {"name": tool["name"], **({} if space is None else {"namespace": space})}
+            is_custom = tool.get("type") == "custom"
+    if not is_custom:
+        return {"id": _new("fc"), "type": "function_call", **item, "arguments": arguments}
+    said = read_arguments(arguments)
+    text = said.get("input", said.get("arguments"))
+    given = text if isinstance(text, str) else arguments
+    return {"id": _new("ctc"), "type": "custom_tool_call", **item, "input": given}
+
+
+def _members(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+    """Yield the named tools, each with the namespace that it stands in."""
     for tool in tools:
-        if tool.get("type") == "custom" and tool["name"] == name:
-            said = read_arguments(arguments)
-            text = said.get("input", said.get("arguments"))
-            given = text if isinstance(text, str) else arguments
-            return {"id": _new("ctc"), "type": "custom_tool_call", **common, "name": name, "input": given}
-    item = {"id": _new("fc"), "type": "function_call", **common, "name": name, "arguments": arguments}
-    for space in tools:
-        for inner in (space.get("tools") or ()) if space.get("type") == "namespace" else ():
-            if _chat_name(inner["name"], space["name"]) == name:
-                return {**item, "name": inner["name"], "namespace": space["name"]}
-    return item
+        is_space = tool.get("type") == "namespace"
+        for member in (tool.get("tools") or ()) if is_space else (tool,):
+            if isinstance(member.get("name"), str):
+                yield member, tool["name"] if is_space else None
 
 
 def _tool_choice(choice: Any) -> Any:
