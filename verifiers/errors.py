@@ -28,6 +28,7 @@ Error:
     ├── WeightSyncError (RuntimeError)        new weights did not reach the rollout server
     │   └── WeightProbeError                  they were acknowledged, but the server samples from other weights
     ├── CheckpointError (RuntimeError)        a checkpoint is missing, incomplete or of another plan
+    ├── HubError (RuntimeError)               the Hugging Face Hub did not take what was pushed; it stays on the disk
     ├── NotFiniteError (FloatingPointError)   the policy's updates or weights are infinite or not a number
     └── RankError (RuntimeError)              another process of the run failed, was stopped or disappeared
 
@@ -48,6 +49,7 @@ __all__ = [
     "GenerationError",
     "GeneratorClosedError",
     "GradingError",
+    "HubError",
     "InfraError",
     "InvalidModelResponseError",
     "MissingTokenIdsError",
@@ -207,6 +209,10 @@ class WeightProbeError(WeightSyncError):
 
 class CheckpointError(Error, RuntimeError):
     """A checkpoint is missing, incomplete, of another batch plan, or does not give its weights back."""
+
+
+class HubError(Error, RuntimeError):
+    """The Hugging Face Hub did not take what was pushed; the message names where it is on the disk."""
 
 
 class NotFiniteError(Error, FloatingPointError):

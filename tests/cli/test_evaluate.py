@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import validate_repo_id
 
 from verifiers.cli.evaluate import main
 from verifiers.evals.store import read_run
@@ -326,3 +327,40 @@ def test_it_runs_as_a_command_from_an_environments_directory(server: FakeOpenAIS
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OPENAI_API_KEY": KEY})
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["rollouts"] == 3
+
+
+def test_a_push_that_cannot_succeed_is_refused_before_the_first_rollout(
+    env_name: str, server: FakeOpenAIServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    assert main([env_name, "-m", "m", "-b", server.url, "-H"]) == 2
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert sentence.startswith("vf-eval: --save-to-hf-hub: nothing can be pushed to 'toy-sums-env-m'")
+    assert not server.requests
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("model", ["org/Qwen3-0.6B", "../x..y/", "Müller--1.git", "a.-b", "z" * 95 + ".9", "x.git"])
+def test_a_push_that_fails_at_the_end_is_code_1_and_the_rows_stay_under_a_name_that_the_hub_takes(
+    model: str,
+    env_name: str,
+    server: FakeOpenAIServer,
+    results: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names: list[str] = []
+
+    def refuse(_: Any, name: str) -> None:
+        names.append(name)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda *_, **__: {"name": "me"})
+    monkeypatch.setattr("datasets.Dataset.push_to_hub", refuse)
+    assert main([env_name, "-m", model, "-b", server.url, "-n", "1", "-r", "1", "-H"]) == 1
+    assert re.search(
+        r"HubError: the Hugging Face Hub did not take .*gone.*the results are in", capsys.readouterr().err
+    )
+    validate_repo_id(names[0])
+    assert len(results.rows) == 1

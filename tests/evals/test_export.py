@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verifiers.cli.stored_runs import export
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, HubError
 from verifiers.evals.export import export_run, preference_rows, push_dataset, save_dataset, sft_rows, to_dataset
 from verifiers.evals.store import StoredRun, read_run
 
@@ -131,7 +131,7 @@ def test_a_hub_that_refuses_is_one_sentence(run: StoredRun, monkeypatch: pytest.
         raise PermissionError("log in first")
 
     monkeypatch.setattr(type(to_dataset(run)), "push_to_hub", refuse)
-    with pytest.raises(ConfigError, match=r"did not take the dataset 'me/x' .*log in first"):
+    with pytest.raises(HubError, match=r"did not take 'me/x' .*log in first.*results are in"):
         push_dataset(run.directory, "me/x")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import trl
 from accelerate.utils import DistributedType
@@ -13,7 +14,7 @@ from accelerate.utils import DistributedType
 import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
-from verifiers.train.conflicts import refuse_processes
+from verifiers.train.conflicts import refuse_adapters, refuse_processes
 from verifiers.train.run_file import load_run_file
 from verifiers.train.run_plan import plan_run
 
@@ -162,3 +163,28 @@ def test_a_home_directory_in_a_models_path_is_the_users(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('environment = { id = "x" }\nmodel.path = "~/m"\n')
     assert load_run_file(file).model.path == str(Path.home() / "m")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "named"),
+    [
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3"),
+        (peft.LoHaConfig(target_modules=["k_proj"]), "LOHA"),
+        (peft.PromptTuningConfig(num_virtual_tokens=2), "PROMPT_TUNING"),
+        (peft.LoraConfig(trainable_token_indices=[1]), "trainable_token_indices"),
+        (peft.LoraConfig(alora_invocation_tokens=[1], task_type="CAUSAL_LM"), "alora_invocation_tokens"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_are_refused_before_anything_is_loaded(adapter: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"adapter 'default' has .*{named}.*cannot be merged"):
+        refuse_adapters({"default": adapter}, 0.0)
+
+
+def test_adapters_that_leave_beta_without_a_reference_are_refused() -> None:
+    pissa = peft.LoraConfig(init_lora_weights="pissa")
+    refuse_adapters({"default": pissa}, 0.0)
+    refuse_adapters({"default": peft.LoraConfig(init_lora_weights="gaussian")}, 0.1)
+    with pytest.raises(ConfigError, match=r"init_lora_weights='pissa'.*set beta=0"):
+        refuse_adapters({"default": pissa}, 0.1)
+    with pytest.raises(ConfigError, match=r"named 'mine'.*adapter_name='default'"):
+        refuse_adapters({"mine": peft.LoraConfig()}, 0.1)

@@ -15,7 +15,7 @@ from verifiers.errors import CheckpointError, ConfigError
 from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.train.config import GRPOConfig
 from verifiers.train.run_lifecycle import restore_curriculum, still_planned
-from verifiers.train.run_plan import datasets_of, plan_batches
+from verifiers.train.run_plan import datasets_of, plan_batches, plan_run
 
 STAGES = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["a", {"id": "b", "weight": 2}]}]})
 
@@ -84,3 +84,34 @@ def test_an_adaptive_run_does_not_go_on_without_its_state() -> None:
     with pytest.raises(CheckpointError, match="holds no state of an adaptive curriculum"):
         restore_curriculum(plan, {})
     restore_curriculum(plan, {"curriculum": source.state()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"optim": "adamw_8bit"}, "optim is 'adamw_8bit'.*bitsandbytes"),
+        ({"optim": "galore_adamw", "optim_target_modules": "all-linear"}, "galore_torch"),
+        ({"optim": "grokadamw"}, "grokadamw"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "lr_scheduler_type is 'warmup_stable_decay'.*num_decay_steps"),
+        ({"report_to": ["wandb"]}, "pip install wandb"),
+        ({"report_to": ["flyte"]}, "pip install flytekit"),
+    ],
+)
+def test_an_optimizer_schedule_or_logger_that_cannot_be_used_is_refused_with_the_plan(
+    settings: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bitsandbytes", "galore_torch", "grokadamw"):
+        monkeypatch.setattr(f"transformers.trainer_optimizer.is_{name}_available", lambda: False)
+    rubric = vf.Rubric([lambda completion: 1.0])
+    with pytest.raises(ConfigError, match=told):
+        plan_run(config(**settings), vf.SingleTurnEnv(dataset=env_with(None).get_dataset(), rubric=rubric))
+
+
+@pytest.mark.parametrize(("name", "told"), [("me/x", "offline"), ("no--name", "no--name")])
+def test_a_hub_that_cannot_be_pushed_to_is_refused_with_the_plan(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    settings = config(push_to_hub=True, hub_model_id=name, hub_token="hf_none")
+    with pytest.raises(ConfigError, match=f"push_to_hub=True: nothing can be pushed to '{name}'.*{told}"):
+        plan_run(settings, env_with(None))

@@ -139,6 +139,7 @@ def _evaluate(
     from verifiers.cli.evaluation_output import show_summary
     from verifiers.envs.registry import load_environment
     from verifiers.evals.evaluation_run import open_run
+    from verifiers.evals.export import check_hub
     from verifiers.evals.store import ResultStore
     from verifiers.evals.summary import load_prices
     from verifiers.inference.retry import RetryPolicy
@@ -161,6 +162,8 @@ def _evaluate(
     if settings is not None:
         make = functools.partial(load_environment, args.env, **env_args)
         played = settings.open([(env, make)], blocked_s=args.grading_timeout).of(env, dataset)
+    if args.save_to_hf_hub:
+        check_hub(_hub_name(args), "--save-to-hf-hub")
     backend, limiter = _open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, rows=dataset, fresh=args.fresh, redact=redact)
@@ -272,10 +275,13 @@ def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
     if args.save_dataset:
         save_dataset(run.directory, run.directory / "dataset")
     if args.save_to_hf_hub:
-        # the Hub takes no two dashes or dots together, and 96 characters
-        own = re.sub(r"[^\w.]+|\.{2,}", "-", f"{args.env}-{args.model}").strip("-.")[:96]
-        name = args.hf_hub_dataset_name or own
-        push_dataset(run.directory, name)
+        push_dataset(run.directory, _hub_name(args))
+
+
+def _hub_name(args: argparse.Namespace) -> str:
+    # the Hub takes ASCII, no two dashes or dots together, no ".git" at the end, and 96 characters
+    own = re.sub(r"(?:[^A-Za-z0-9_.]|\.(?!\d))+", "-", f"{args.env}-{args.model}").strip("-.")[:96].rstrip("-.")
+    return args.hf_hub_dataset_name or own
 
 
 def _run_plan(

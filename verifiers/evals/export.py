@@ -12,6 +12,7 @@ Failed rollouts are in the first three, which show a run, and in inspect's log a
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, Error, HubError
 from verifiers.evals.export_inspect import write_inspect
 from verifiers.evals.store import StoredRun, json_line, metrics_of, read_run
 
@@ -112,13 +113,39 @@ def _save(dataset: Dataset, path: Path) -> None:
 def push_dataset(directory: str | Path, name: str) -> None:
     """Push the run in `directory` to the Hugging Face Hub, with the login that is set up on this machine."""
     dataset = to_dataset(read_run(directory))
-    try:
+    with raises_hub_error(
+        f"{name!r}", f"the results are in {str(directory)!r}, and the same command pushes them again"
+    ):
         dataset.push_to_hub(name)
+
+
+def check_hub(name: str, setting: str, token: str | None = None) -> None:
+    """Refuse a push to the Hugging Face Hub that cannot succeed, before the work: by name, network and login."""
+    from huggingface_hub import HfApi, utils
+
+    try:
+        utils.validate_repo_id(name)
+        HfApi().whoami(token=token)
     except Exception as error:
         raise ConfigError(
-            f"the Hugging Face Hub did not take the dataset {name!r} ({type(error).__name__}: {error}); the results "
-            f"are in {str(directory)!r}, and `vf-export` writes them elsewhere."
+            f"{setting}: nothing can be pushed to {name!r} on the Hugging Face Hub ({_reason(error)}); log in by "
+            "`hf auth login`, give another name, or leave it out."
         ) from error
+
+
+@contextlib.contextmanager
+def raises_hub_error(pushed: str, kept: str) -> Iterator[None]:
+    """Raise HubError for whatever a push raises; `kept` says where what was to be pushed is."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        raise HubError(f"the Hugging Face Hub did not take {pushed} ({_reason(error)}); {kept}.") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('. ')}"
 
 
 def sft_rows(run: StoredRun, threshold: float = 1.0) -> Iterator[dict[str, Any]]:

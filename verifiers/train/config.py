@@ -92,7 +92,7 @@ class GRPOConfig(trl.GRPOConfig):
         weight_sync_timeout: deadline for one push, in seconds.
         probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push and
             the first that changes anything always are. 0 never again after these.
-        probe_tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.25 in half precision when left out.
+        probe_tolerance: largest difference accepted, in nats; 1e-3, or 0.25 with half precision, when left out.
         num_generations_eval: completions of each prompt in an evaluation.
         eval_temperature: 0 evaluates greedily.
         num_eval_prompts: prompts of the eval set in an evaluation during training; -1 for all. With several sets, of

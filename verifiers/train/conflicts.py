@@ -15,6 +15,7 @@ __all__ = [
     "CHOICES",
     "UNSUPPORTED",
     "longest_wait_s",
+    "refuse_adapters",
     "refuse_biased_sampling",
     "refuse_conflicts",
     "refuse_processes",
@@ -107,6 +108,8 @@ _MEANT = {
     "tokenizer": "processing_class",
 }
 """What settings of other trainers, and of TRL's GRPOTrainer, are here."""
+
+_NEVER_MERGED = ("trainable_token_indices", "alora_invocation_tokens", "layer_replication")
 
 _MARGIN_S, _LONGEST_S = 300.0, 30 * 86400.0
 
@@ -392,6 +395,29 @@ def refuse_biased_sampling(args: Any, whose: str, given: Mapping[str, Any]) -> N
             "vllm_importance_sampling_correction: the ratio to the sampler's log-probs is then all that tells stale "
             f"tokens from fresh ones, and they are those of another distribution; leave {name} out, or set "
             "num_batches_ahead=0."
+        )
+
+
+def refuse_adapters(adapters: Mapping[str, Any], beta: float) -> None:
+    """Refuse adapters, by name, that cannot be merged into what servers get, or leave `beta` without a reference."""
+    for name, config in adapters.items():
+        kind, start = getattr(config, "peft_type", None), getattr(config, "init_lora_weights", True)
+        found = [option for option in _NEVER_MERGED if getattr(config, option, None)]
+        if kind != "LORA" or found:
+            what = ", ".join(found) or f"peft_type {getattr(kind, 'value', kind)}"
+            raise ConfigError(
+                f"the adapter {name!r} has {what}, which cannot be merged into the weights that rollout "
+                "servers get; give a LoraConfig without it (modules_to_save trains whole embeddings)."
+            )
+        if beta > 0 and isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
+            raise ConfigError(
+                f"the adapter {name!r} has init_lora_weights={start!r}, which changes the weights below it, so beta "
+                "would compare with another model than the policy's start; set beta=0 or init_lora_weights=True."
+            )
+    if beta > 0 and adapters and "default" not in adapters:
+        raise ConfigError(
+            f"the policy's adapter is named {', '.join(map(repr, adapters))}, and the reference of beta is a copy of "
+            "one named 'default'; load it with adapter_name='default', or set beta=0."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ __all__ = [
     "check_model_exists",
     "check_model_path",
     "disable_dropout",
+    "get_adapter",
     "get_model",
     "get_model_and_tokenizer",
     "get_tokenizer",
@@ -24,11 +26,11 @@ __all__ = [
 logger = logging.getLogger("verifiers.train")
 
 
-def check_model_path(name_or_path: str) -> None:
+def check_model_path(name_or_path: str, *, adds_adapter: bool = False) -> None:
     """Refuse a path that does not exist before a hub is asked for it.
 
     A name is taken for a path when it starts with /, . or ~, has more than one slash, or names an existing
-    directory; "owner/name" is a hub name.
+    directory; "owner/name" is a hub name. With `adds_adapter` it may not be an adapter itself.
 
     Raises:
         ConfigError: the path does not exist, or is not a model directory.
@@ -42,10 +44,24 @@ def check_model_path(name_or_path: str) -> None:
             f"the model path {name_or_path!r} does not exist; give a directory written by save_pretrained, or a "
             "hub name such as 'Qwen/Qwen3-0.6B'."
         )
-    if not (path / "config.json").is_file():
+    base = adapter_base(name_or_path)
+    if not (path / "config.json").is_file() and base is None:
         raise ConfigError(
             f"the model path {name_or_path!r} has no config.json; give a directory written by save_pretrained."
         )
+    if base is not None and adds_adapter:
+        raise ConfigError(
+            f"the model path {name_or_path!r} holds an adapter of {base!r}; leave [lora] (peft_config) out to train "
+            "that one further, or give a model that it was merged into."
+        )
+
+
+def adapter_base(name_or_path: str) -> str | None:
+    """Return the model below the adapter that a directory holds, as PEFT saves it; None where it holds none."""
+    path = Path(name_or_path).expanduser()
+    if (path / "config.json").is_file() or not (path / "adapter_config.json").is_file():
+        return None
+    return str(json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"])
 
 
 @contextlib.contextmanager
@@ -80,6 +96,7 @@ def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
         ConfigError: it is not there.
     """
     check_model_path(name_or_path)
+    name_or_path = adapter_base(name_or_path) or name_or_path
     from transformers.utils import cached_file
 
     revision = init_kwargs.get("revision") if isinstance(init_kwargs, dict) else None
@@ -109,17 +126,32 @@ def disable_dropout(model: Any, *, warns: bool = True) -> None:
 
 
 def get_model(name_or_path: str, **kwargs: Any) -> Any:
-    """Load a causal language model; `kwargs` go to `from_pretrained`, with the checkpoint's dtype as default."""
+    """Load a causal language model, or what `get_adapter` loads; `kwargs` go to `from_pretrained`."""
     check_model_path(name_or_path)
+    if (adapted := get_adapter(name_or_path, **kwargs)) is not None:
+        return adapted
     from transformers import AutoModelForCausalLM
 
     with raises_load_error(name_or_path):
         return AutoModelForCausalLM.from_pretrained(os.path.expanduser(name_or_path), **{"dtype": "auto", **kwargs})
 
 
+def get_adapter(name_or_path: str, **kwargs: Any) -> Any:
+    """Load the adapter of a directory, trainable, on the model below it; None where the directory holds none."""
+    if (base := adapter_base(name_or_path)) is None:
+        return None
+    from peft import PeftModel
+
+    model = get_model(base, **kwargs)
+    return PeftModel.from_pretrained(model, os.path.expanduser(name_or_path), is_trainable=True)
+
+
 def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     """Load the tokenizer of a model; training on chat environments needs its chat template."""
     check_model_path(name_or_path)
+    base = adapter_base(name_or_path)
+    if base is not None and not (Path(name_or_path).expanduser() / "tokenizer_config.json").is_file():
+        return get_tokenizer(base, **kwargs)
     from transformers import AutoTokenizer
 
     with raises_load_error(name_or_path):

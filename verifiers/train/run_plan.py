@@ -8,14 +8,16 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from verifiers.data.adaptive_curriculum import AdaptiveRows, CurriculumPolicy
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.curriculum import Curriculum
 from verifiers.data.row_source import HasReplacements, RowSource, StagedRows, rows_by_name
 from verifiers.errors import ConfigError
+from verifiers.evals.export import check_hub
 from verifiers.rollouts.recording_client import refuse_non_text
 from verifiers.rollouts.run import refuse_unsupplied
 from verifiers.train.config import GRPOConfig, setting_name
@@ -28,7 +30,7 @@ _MEASURES = ("reward", "reward_stderr", "prompts", "failed", "seconds")
 _FAMILIES = ("rewards/", "tasks/", "outcomes/", "completions/", "pass_at_", "pass_hat_", "best_at_")
 
 # transformers cannot tell whether these are installed
-_UNKNOWN_TO_TRANSFORMERS = ("azure_ml", "flyte")
+_UNKNOWN_TO_TRANSFORMERS = {"azure_ml": "azureml-sdk", "flyte": "flytekit"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ def plan_run(
     args.settle()
     _refuse_unwritable(str(args.output_dir))
     _refuse_unknown_reports(args.report_to)
+    _refuse_unusable_optimizer(args)
+    if args.push_to_hub and os.environ.get("RANK", "0") == "0":
+        check_hub(args.hub_model_id or Path(str(args.output_dir)).resolve().name, "push_to_hub=True", args.hub_token)
     batches = plan_batches(args, env, curriculum)
     sampling_args = training_sampling_args(env, args)
     eval_sets = choose_eval_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
@@ -220,6 +225,17 @@ def training_sampling_args(env: Any, args: GRPOConfig) -> dict[str, Any]:
     return given
 
 
+def with_one_bos(plan: RunPlan, rows: Any, tokenizer: Any) -> RunPlan:
+    """Return the plan with `add_special_tokens` off where every text prompt begins with the BOS that it would add."""
+    bos: str = getattr(tokenizer, "bos_token", None) or ""
+    adds = bos and tokenizer.encode(bos) == [tokenizer.bos_token_id] * 2
+    prompts = (prompt for dataset in (rows, *(one.dataset for one in plan.eval_sets)) for prompt in dataset["prompt"])
+    if not adds or not all(isinstance(prompt, str) and prompt.startswith(bos) for prompt in prompts):
+        return plan
+    extra = {"add_special_tokens": False, **(plan.sampling_args.get("extra_body") or {})}
+    return dataclasses.replace(plan, sampling_args={**plan.sampling_args, "extra_body": extra})
+
+
 # -- what it is evaluated on -----------------------------------------------------------------------------------------
 
 
@@ -288,10 +304,27 @@ def _refuse_unknown_reports(names: list[str]) -> None:
             nearest = difflib.get_close_matches(str(name), INTEGRATION_TO_CALLBACK, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(INTEGRATION_TO_CALLBACK)}."
             raise ConfigError(f"report_to has {name!r}, which transformers cannot report to; {hint}")
-    missing = sorted({*names} - {*get_available_reporting_integrations(), *_UNKNOWN_TO_TRANSFORMERS})
+    own = {name for name, package in _UNKNOWN_TO_TRANSFORMERS.items() if find_spec(package.removesuffix("-sdk"))}
+    missing = sorted({*names} - {*get_available_reporting_integrations(), *own})
     if missing:
-        packages = " ".join(name.replace("_", "-") for name in missing)
+        packages = " ".join(_UNKNOWN_TO_TRANSFORMERS.get(name, name).replace("_", "-") for name in missing)
         raise ConfigError(
             f"report_to has {', '.join(map(repr, missing))}, whose package is not installed; run: pip install "
             f"{packages}; or leave it out."
         )
+
+
+def _refuse_unusable_optimizer(args: GRPOConfig) -> None:
+    """Refuse an optimizer or a schedule that transformers refuses later, such as for a package that is missing."""
+    import torch
+    from transformers import Trainer, get_scheduler
+
+    setting = f"optim is {setting_name(args.optim)!r}"
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+        setting = f"lr_scheduler_type is {setting_name(args.lr_scheduler_type)!r}"
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+        get_scheduler(args.lr_scheduler_type, optimizer, 1, 100, cast(Any, args.lr_scheduler_kwargs))
+    except (ImportError, ValueError, TypeError) as error:
+        if "to pass a model" not in str(error).replace("`", ""):
+            raise ConfigError(f"{setting}, which cannot be used here ({error}).") from error

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import trl
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -21,6 +20,7 @@ from transformers import PrinterCallback, ProgressCallback
 from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
+from verifiers.evals.export import raises_hub_error
 from verifiers.interrupt import Termination
 from verifiers.keywords import parameter_names
 from verifiers.monitoring.stage_timer import in_stage
@@ -30,9 +30,9 @@ from verifiers.train.batching.rollout_session import RolloutPrefetcher, RolloutS
 from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
 from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
-from verifiers.train.checkpoint.weights import CheckpointWeights, settings_of_the_run
+from verifiers.train.checkpoint.weights import CheckpointWeights, reference_of, settings_of_the_run
 from verifiers.train.config import GRPOConfig
-from verifiers.train.conflicts import refuse_processes, unknown_setting
+from verifiers.train.conflicts import refuse_adapters, refuse_processes, unknown_setting
 from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
@@ -40,12 +40,12 @@ from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.loss.policy_loss import policy_loss
 from verifiers.train.loss.updates import EntropyBonus, FiniteUpdates, LossMetrics, micro_step_loss, scale_gradients
-from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, raises_load_error
+from verifiers.train.models import check_model_path, disable_dropout, get_adapter, get_tokenizer, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.processes.distributed import Ranks, end_together
 from verifiers.train.run_lifecycle import RunLifecycle
-from verifiers.train.run_plan import RunPlan, plan_run
-from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.run_plan import RunPlan, plan_run, with_one_bos
+from verifiers.train.weight_sync.protocol import WeightSync, refuse_untied
 from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
 
@@ -107,19 +107,24 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ConfigError(f"GRPOTrainer takes no {name!r}; {unknown_setting(name, known)}")
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
         if isinstance(model, str):
-            check_model_path(model)
+            check_model_path(model, adds_adapter=peft_config is not None)
         plan = plan or plan_run(args, env, curriculum, eval_dataset=eval_dataset, eval_env=eval_env)
-        if isinstance(model, str) and processing_class is None:
-            given: Any = args.model_init_kwargs or {}
+        self._model_name, self.plan = model_name(model), plan.batches
+        given: Any = args.model_init_kwargs or {}
+        if processing_class is None:
             revision = given.get("revision") or "main"
             options = {"trust_remote_code": args.trust_remote_code, "revision": revision}
-            processing_class = get_tokenizer(model, padding_side="left", **options)
+            name = model if isinstance(model, str) else model.config._name_or_path
+            if not name:
+                raise ConfigError("the policy in memory names no tokenizer to load; give processing_class too.")
+            processing_class = get_tokenizer(name, padding_side="left", **options)
+        if isinstance(model, str):
+            model = get_adapter(model, **{"trust_remote_code": args.trust_remote_code, **given}) or model
+        refuse_adapters({"default": peft_config} if peft_config else getattr(model, "peft_config", {}), args.beta)
         self.env, self._rows = env, env.get_dataset()
-        self._model_name = model_name(model)
-        self.plan, self.sampling_args = plan.batches, plan.sampling_args
         args.max_steps = self.plan.max_steps
         # a hub that refuses a push raises subclasses
-        with raises_load_error(model, (OSError,), exact=True):
+        with raises_load_error(model, (OSError,), exact=True), reference_of(model, args.beta > 0 and not peft_config):
             super().__init__(
                 model=model,
                 reward_funcs=reward_of_the_environment,
@@ -137,6 +142,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "nothing of the policy is trainable; load an adapter with is_trainable=True, or call "
                 "model.requires_grad_(True)."
             )
+        refuse_untied(self.model)
         if args.kl_in_reward:
             self.beta = 0.0
         disable_dropout(self.model, warns=self.is_world_process_zero())
@@ -144,6 +150,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         use_onednn(self.model, self.ref_model)
         refuse_processes(args, self.accelerator, experts=self.aux_loss_enabled)
         self.last_block: ScoredBlock | None = None
+        plan = with_one_bos(plan, self._rows, self.processing_class)
+        self.sampling_args = plan.sampling_args
         self._make_parts(plan, client, weight_sync)
         self._set_callbacks(callbacks or [])
 
@@ -165,9 +173,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         self.check = LogprobCheck.of_run(
             args,
+            model,
             self._rows,
             self._score_tokens,
-            trains_in_half=model.dtype in (torch.bfloat16, torch.float16) or args.bf16 or args.fp16,
             on_result=self._log_probe,
         )
         self.publisher = WeightPublisher(args, client, weight_sync, self.weights, tokenizer, self._rows, self.check)
@@ -442,6 +450,16 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_best_model(self) -> None:
         self.checkpoint_weights.load(str(self.state.best_model_checkpoint), super()._load_best_model)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the run's repository on the hub; a hub that refuses is one sentence."""
+        with raises_hub_error("the run's repository", "log in by `hf auth login`, or set push_to_hub=False"):
+            super().init_hf_repo(token, private)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push as transformers does; a hub that refuses is one sentence, and the model stays in `output_dir`."""
+        with raises_hub_error("the model", f"it is saved in {str(self.args.output_dir)!r}"):
+            return super().push_to_hub(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as transformers does; a sharded policy is saved whole, and a disk that refuses is one sentence."""

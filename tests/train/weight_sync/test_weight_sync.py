@@ -20,6 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verifiers.errors import NotFiniteError, WeightProbeError, WeightSyncError
 from verifiers.inference.server_client import NoAnswerError, ServerClient
+from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.config import lora_defaults
 from verifiers.train.weight_sync import (
@@ -28,7 +29,7 @@ from verifiers.train.weight_sync import (
     policy_tensors,
 )
 from verifiers.train.weight_sync.protocol import require_finite
-from verifiers.train.weight_sync.verification import ask_server, compare_answer
+from verifiers.train.weight_sync.verification import LogprobCheck, ask_server, compare_answer
 
 SOME = {"model.weight": torch.arange(4.0)}
 
@@ -286,3 +287,25 @@ def test_a_probe_that_never_gets_an_answer_ends_in_time_with_its_cause() -> None
         with pytest.raises(NoAnswerError, match="timed out") as raised:
             asyncio.run(ask)
     assert raised.value.timed_out
+
+
+def test_a_difference_between_other_number_types_names_both() -> None:
+    wrong: Score = lambda _, ids: [0.0] * len(ids)  # noqa: E731
+    with FakeOpenAIServer("abc") as server:
+        pool = ServerPool([server.url])
+        question = {"model": "fake", "prompt": "hello", "temperature": 1.0}
+        check = LogprobCheck(lambda: question, wrong, trains_in="float32", tolerance=1e-3)
+        check.note_dtype("bfloat16")
+        with pytest.raises(WeightProbeError, match=r"number types differ \(trainer float32, server bfloat16\)"):
+            check.run(0, pool)
+        pool.stop()
+
+
+@with_peft
+def test_the_modules_of_a_reference_adapter_are_not_pushed() -> None:
+    model = adapted(modules_to_save=["lm_head"])
+    model.add_adapter("ref", model.peft_config["default"])
+    with policy_tensors(model) as tensors:
+        assert set(tensors) == set(network().state_dict())
+        head = model.get_base_model().lm_head.modules_to_save["default"]
+        assert torch.equal(tensors["lm_head.weight"], head.weight)

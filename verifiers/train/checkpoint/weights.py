@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from verifiers.errors import CheckpointError, Error
 from verifiers.train.checkpoint.checkpoint import MARKER, START_NEW, TENSORS, extra_state
 from verifiers.train.processes.distributed import Ranks
-from verifiers.train.weight_sync.protocol import gathered_tensors
+from verifiers.train.weight_sync.protocol import gathered_tensors, is_sharded
 
 
 @contextlib.contextmanager
@@ -143,3 +144,20 @@ def _refuse(directory: Path, missing: Iterable[str], useless: Iterable[str], oth
             "model, its dtype or its adapter is another; use those of the run that wrote it, resume from an earlier "
             f"checkpoint by its path, or {START_NEW}."
         )
+
+
+@contextlib.contextmanager
+def reference_of(model: Any, needed: bool) -> Iterator[None]:
+    """Let TRL, which loads the reference by the policy's name, load the weights that a policy in memory has now."""
+    if not needed or isinstance(model, str) or hasattr(model, "peft_config"):
+        yield
+        return
+    name = model.config._name_or_path
+    whole = gathered_tensors(model, keep=True, tied=True) if is_sharded(model) else None
+    with tempfile.TemporaryDirectory(prefix="verifiers-reference-") as directory:
+        model.save_pretrained(directory, state_dict=whole)
+        model.config._name_or_path = directory
+        try:
+            yield
+        finally:
+            model.config._name_or_path = name

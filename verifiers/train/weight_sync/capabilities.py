@@ -69,6 +69,7 @@ async def read_capabilities(server: ServerClient) -> Capabilities:
     lora = (config or {}).get("lora_config") or {}
     transfer = (config or {}).get("weight_transfer_config") or {}
     environment = (info or {}).get("vllm_env") or {} if config is not None else {}
+    dtype = model_config.get("dtype") or next((model["dtype"] for model in models if "dtype" in model), None)
     return Capabilities(
         root=server.root,
         software="vLLM" if config is not None else None,
@@ -78,7 +79,7 @@ async def read_capabilities(server: ServerClient) -> Capabilities:
         log_probs_mode=model_config.get("logprobs_mode"),
         sample_ids=tuple(ids) if ids else None,
         max_lora_rank=int(lora.get("max_lora_rank", 0)) if config is not None else None,
-        dtype=str(model_config["dtype"]).removeprefix("torch.") if "dtype" in model_config else None,
+        dtype=str(dtype).removeprefix("torch.") if dtype else None,
         transfer_backend=str(transfer.get("backend", "")) if config is not None else None,
         loads_adapters=bool(environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")) if config is not None else None,
     )

@@ -131,10 +131,13 @@ def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tens
     with torch.no_grad():
         # taking an adapter out again leaves rounding behind, which would grow with every push
         before = {name: weight.clone() for name, weight in model.named_parameters() if ".base_layer." in name}
-        model.merge_adapter()
+        try:
+            model.merge_adapter()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ConfigError(f"the policy's adapter cannot be merged ({error}); give plain LoRA.") from error
         try:
             state = model.get_base_model().state_dict()
-            yield _detached({_served_name(name): tensor for name, tensor in state.items()}, tied)
+            yield _detached({_served_name(name, model.active_adapters): one for name, one in state.items()}, tied)
         finally:
             model.unmerge_adapter()
             for name, weight in model.named_parameters():
@@ -170,6 +173,19 @@ def has_tied_tensors(model: Any) -> bool:
     """Return whether two names of the checkpoint format stand for the same tensor, such as a tied head."""
     state = model.state_dict(keep_vars=True)
     return len({id(tensor) for tensor in state.values()}) < len(state)
+
+
+def refuse_untied(model: Any) -> None:
+    """Refuse an adapter that trains one of a model's tied embeddings without the other: servers hold both as one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else None
+    if base is None or not getattr(base.config.get_text_config(), "tie_word_embeddings", False):
+        return
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    if any(hasattr(end, "lora_A") for end in ends) or ends[0].weight is not ends[1].weight:
+        raise ConfigError(
+            "the adapter trains one of the model's tied embeddings, and servers hold both as one; give "
+            "modules_to_save=['embed_tokens'] with ensure_weight_tying=True, or leave embeddings and head out."
+        )
 
 
 def is_sharded(model: Any) -> bool:
@@ -232,7 +248,7 @@ def whole_policy(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             weight = tensors[f"{path}.base_layer.weight"]
             delta = (up @ down) * layer.scaling[adapter]
             weight += (delta.T if layer.fan_in_fan_out else delta).to(weight.dtype)
-    return {served: tensor for name, tensor in tensors.items() if (served := _served_name(name)) is not None}
+    return {served: one for name, one in tensors.items() if (served := _served_name(name, model.active_adapters))}
 
 
 @contextmanager
@@ -256,12 +272,13 @@ def _plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def _served_name(name: str) -> str | None:
+def _served_name(name: str, active: Sequence[str]) -> str | None:
     """Return the name by which a server loads a tensor of a PEFT model; None for those of adapters alone."""
-    if "lora_" in name or ".original_module." in name:
+    before, saved, rest = name.partition(".modules_to_save.")
+    adapter, _, attribute = rest.partition(".")
+    if "lora_" in name or ".original_module." in name or (saved and adapter not in active):
         return None
-    name = name.removeprefix("base_model.model.")
-    return name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+    return (f"{before}.{attribute}" if saved else name).removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def _detached(state: Mapping[str | None, Tensor] | Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:

@@ -90,8 +90,9 @@ def compare_answer(
     *,
     version: int,
     tolerance: float,
+    types: str = "",
 ) -> ProbeResult:
-    """Compare an answer of `ask_server` with the trainer's log-probs.
+    """Compare an answer of `ask_server` with the trainer's log-probs; `types` is a sentence on their number types.
 
     Raises:
         WeightProbeError: the difference is above the tolerance, in nats, or the server names another version than was
@@ -114,10 +115,10 @@ def compare_answer(
     if not difference <= tolerance:
         raise WeightProbeError(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
-            f"{difference:.4f} (probe_tolerance is {tolerance:g}): it does not sample from these weights, or from "
-            "another distribution (temperature, tied embeddings kept old; log-probs before processing: start vLLM "
-            "with --logprobs-mode processed_logprobs). A server that refused a load in an earlier run may hold half "
-            "of it: start it again."
+            f"{difference:.4f} (probe_tolerance is {tolerance:g}): {types}it does not sample from these weights, or "
+            "from another distribution (temperature, tied embeddings kept old; log-probs before processing: start "
+            "vLLM with --logprobs-mode processed_logprobs). A server that refused a load in an earlier run may hold "
+            "half of it: start it again."
         )
     return ProbeResult(difference, len(ids))
 
@@ -129,7 +130,7 @@ class LogprobCheck:
         question: gives what servers are asked: `model`, `prompt` and `temperature` of `ask_server`.
         score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
         tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.25 in half precision when None.
-        trains_in_half: the trainer computes in half precision.
+        trains_in: the numbers that the trainer computes in, such as "bfloat16".
         patience_s: seconds to wait for an answer whatever the server does meanwhile; a request queues behind every
             rollout that is in flight there.
         limit_s: deadline of a request to a server that is busy, in seconds.
@@ -141,15 +142,15 @@ class LogprobCheck:
         score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
         *,
         tolerance: float | None = None,
-        trains_in_half: bool = False,
+        trains_in: str = "float32",
         patience_s: float = float("inf"),
         limit_s: float | None = None,
         on_result: Callable[[ProbeResult], None] = lambda result: None,
     ) -> None:
         self._question, self._score, self._on_result = question, score, on_result
-        self._tolerance, self._trains_in_half = tolerance, trains_in_half
+        self._tolerance, self._trains_in = tolerance, trains_in
         self._patience_s, self._limit_s = patience_s, limit_s
-        self._server_is_half = False
+        self._server_types: set[str] = set()
         self._asked: (
             tuple[int, ServerPool, list[tuple[ServerClient, concurrent.futures.Future[dict[str, Any]]]]] | None
         ) = None
@@ -158,10 +159,10 @@ class LogprobCheck:
     def of_run(
         cls,
         args: GRPOConfig,
+        policy: Any,
         rows: Any,
         score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
         *,
-        trains_in_half: bool,
         on_result: Callable[[ProbeResult], None],
     ) -> LogprobCheck:
         """Return the check under a run's settings, with the prompt of its first training row."""
@@ -170,12 +171,14 @@ class LogprobCheck:
             prompt = row_fields(rows[0])[0]
             return {"model": str(args.server_model), "prompt": prompt, "temperature": args.temperature}
 
+        kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in policy.parameters()}
+        kinds |= {name for name, on in (("bfloat16", args.bf16), ("float16", args.fp16)) if on}
         patience_s = max(args.weight_sync_timeout, args.rollout_timeout)
         return cls(
             question,
             score,
             tolerance=args.probe_tolerance,
-            trains_in_half=trains_in_half,
+            trains_in=next((name for name in ("bfloat16", "float16") if name in kinds), "float32"),
             patience_s=float(patience_s),
             limit_s=float(max(patience_s, args.async_generation_timeout)),
             on_result=on_result,
@@ -206,7 +209,7 @@ class LogprobCheck:
 
     def note_dtype(self, dtype: str | None) -> None:
         """Note in which type a server computes: a half-precision one widens the default tolerance."""
-        self._server_is_half = self._server_is_half or dtype in ("bfloat16", "float16")
+        self._server_types |= {dtype} if dtype else set()
 
     def begin(self, version: int, pool: ServerPool) -> None:
         """Ask the servers while the trainer computes; `finish` compares their answers."""
@@ -247,9 +250,12 @@ class LogprobCheck:
         return _patient_answer(server, pool, self._patience_s, options)
 
     def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
-        half = self._trains_in_half or self._server_is_half
+        half = not {"bfloat16", "float16"}.isdisjoint({self._trains_in, *self._server_types})
+        types, differ = ", ".join(sorted(self._server_types)), self._server_types - {self._trains_in}
+        types = f"the number types differ (trainer {self._trains_in}, server {types}), or " if differ else ""
         tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
-        self._on_result(compare_answer(server, answer, self._score, version=version, tolerance=tolerance))
+        result = compare_answer(server, answer, self._score, version=version, tolerance=tolerance, types=types)
+        self._on_result(result)
 
 
 async def _patient_answer(

@@ -65,11 +65,13 @@ def load_model(
             f"--model {str(directory)!r} holds no config.json and no adapter; save the model there first"
         )
     place = _device(device)
+    base: Any = directory
     try:
         base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
         config = transformers.AutoConfig.from_pretrained(base)
         attention_windows(config)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        is_whole = (directory / "tokenizer_config.json").is_file()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory if is_whole else base)
         number = _dtype(dtype, place, config)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=number, output_loading_info=True)
         model, found = loaded
@@ -81,7 +83,8 @@ def load_model(
         raise
     except Exception as error:
         # transformers raises dozens of kinds here; all mean that this directory cannot be served.
-        raise StartError(f"cannot load --model {str(directory)!r}: {type(error).__name__}: {error}", 1) from error
+        of = f", an adapter of {base!r}" if base != directory else ""
+        raise StartError(f"cannot load --model {str(directory)!r}{of}: {type(error).__name__}: {error}", 1) from error
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise StartError(

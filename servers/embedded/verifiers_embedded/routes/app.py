@@ -390,6 +390,7 @@ class Routes:
             "created": self._created,
             "owned_by": "verifiers-embedded",
             "max_model_len": self._loaded.max_model_len,
+            "dtype": str(self._loaded.dtype).removeprefix("torch."),
         }
 
     def _check_model(self, name: str) -> None:

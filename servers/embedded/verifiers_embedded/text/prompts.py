@@ -92,7 +92,13 @@ class ChatText:
             )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [int(value) for value in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+        """Return a text's ids; one that begins with the BOS, as templates render it, gets no second one."""
+        ids = [int(value) for value in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+        bos = self._tokenizer.bos_token_id
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
+            written = self._tokenizer.encode(text, add_special_tokens=False)
+            return ids[1:] if ids[1 : len(written) + 1] == written else ids
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens left out."""

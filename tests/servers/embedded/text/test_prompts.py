@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from verifiers_embedded.text.prompts import ChatText
 
@@ -25,3 +25,16 @@ def test_the_bytes_of_all_tokens_join_to_the_text() -> None:
 
 def test_an_id_outside_the_vocabulary_has_no_text() -> None:
     assert byte_level_text().token(5000) == ("", [])
+
+
+def test_a_text_that_begins_with_the_bos_gets_no_second_one() -> None:
+    vocabulary = {"<s>": 0, "a": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    text = ChatText(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>"))
+    assert text.encode("a", True) == text.encode("<s>a", True) == text.encode("<s>a", False) == [0, 1]
+    # a second one that is written stays, with and without a tokenizer that adds one
+    assert text.encode("<s><s>a", True) == [0, 0, 1]
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    plain = ChatText(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>"))
+    assert plain.encode("<s><s>a", True) == [0, 0, 1]
