@@ -153,7 +153,7 @@ def test_a_model_without_some_of_its_weights_is_not_served(
     tensors = load_file(path)
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, path, {"format": "pt"})
-    code, message = refuse(capsys, "--model", str(tmp_path / "model"), "--device", "cpu")
+    code, message = refuse(capsys, "--model", str(tmp_path / "model"), "--device", "cpu", "--port", "0")
     assert code == 1
     assert re.search(r"lacks model\.layers\.0\.mlp\.up_proj\.weight, .* saved whole", message)
 
