@@ -105,11 +105,12 @@ def test_a_module_without_the_function_is_a_mistake_in_the_package(add_module: A
     assert not isinstance(caught.value, UnknownEnvironmentError)
 
 
-def test_an_error_inside_is_chained(add_module: AddModule) -> None:
-    add_module("my_spelling", "def load_environment(): raise KeyError('words')")
-    with pytest.raises(RuntimeError, match="could not be made: KeyError: 'words'") as caught:
+def test_an_error_inside_is_chained_and_the_last_line_of_the_users_own_is_shown(add_module: AddModule) -> None:
+    add_module("my_spelling", "import json\n\ndef load_environment(): return read()\n\ndef read(): json.loads('{')")
+    with pytest.raises(RuntimeError, match="could not be made: JSONDecodeError") as caught:
         load_environment("my-spelling")
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert str(caught.value).endswith("(my_spelling.py, line 5: def read(): json.loads('{'))")
+    assert isinstance(caught.value.__cause__, ValueError)
     assert isinstance(caught.value, Error)
 
 

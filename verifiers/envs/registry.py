@@ -11,6 +11,8 @@ import logging
 import os
 import pkgutil
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -50,7 +52,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         raise
     except Exception as error:
         raise EnvironmentLoadError(
-            f"The environment {env_id!r} could not be made: {type(error).__name__}: {error}"
+            f"The environment {env_id!r} could not be made: {type(error).__name__}: {error}{_raised_at(error)}"
         ) from error
     if env is None:
         raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
@@ -155,8 +157,16 @@ def _import(env_id: str, module: str) -> Any:
     except Exception as error:
         raise EnvironmentLoadError(
             f"The module {module!r} of the environment {env_id!r} failed at its import: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{_raised_at(error)}"
         ) from error
+
+
+def _raised_at(error: Exception) -> str:
+    """Return the last line of the user's own code that an error came through, in brackets."""
+    libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<frozen")
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(libraries)]
+    own = [one for one in frames if "site-packages" not in one.filename] or frames[:1]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
 
 
 def _check_arguments(env_id: str, factory: Callable[..., Any], env_args: dict[str, Any]) -> None:
