@@ -37,7 +37,7 @@ def frozen_copy(
 
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     number = dtype or (kinds.pop() if len(kinds) == 1 else torch.float32)
-    # random values would be overwritten, and take 20 s for a model of 0.6 B
+    # random values would be overwritten, and take 10 s for a model of 0.6 B
     with no_init_weights():
         model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=number)
     model.tie_weights()
