@@ -106,6 +106,9 @@ def test_the_newest_run_of_the_same_identity_continues(tmp_path: Path) -> None:
         ({"rollouts_per_example": 1}, False),
         ({"num_examples": 3, "seed": 4}, False),
         ({"num_examples": 3, "shard": "1/2"}, False),
+        # as a stranger's metadata.json may have them
+        ({"num_examples": 3, "before": {"rollouts_per_example": "2"}}, False),
+        ({"num_examples": 3, "before": {"num_examples": None}}, False),
     ],
 )
 def test_a_run_of_fewer_rollouts_of_the_same_rows_continues(
@@ -117,8 +120,8 @@ def test_a_run_of_fewer_rollouts_of_the_same_rows_continues(
         return {**plan, "prompts": fingerprint(rows.select(range(plan["num_examples"])))}
 
     smaller = plan_of(PLAN, rows)
-    keep(tmp_path / "a", {**smaller, "identity": run_identity(smaller)})
-    plan = plan_of({**PLAN, **change}, rows)
+    keep(tmp_path / "a", {**smaller, "identity": run_identity(smaller), **change.get("before", {})})
+    plan = plan_of({**PLAN, **{name: value for name, value in change.items() if name != "before"}}, rows)
     asked = rows.select(range(plan["num_examples"]))
     assert (find_run(tmp_path, plan, asked) is not None) == is_part
     others = Dataset.from_list([{"question": "another"}, *rows.to_list()[1:]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -50,6 +51,10 @@ def test_weights_are_one_each_unless_given() -> None:
 def test_a_wrong_number_of_weights_names_both_numbers() -> None:
     with pytest.raises(ValueError, match="2 reward functions but 1 weights"):
         Rubric(funcs=[half, one], weights=[1])
+
+
+def test_a_mock_is_a_reward_function_without_bounds() -> None:
+    assert Rubric([MagicMock(return_value=1.0)]).declared_bounds() == {}
 
 
 async def test_arguments_are_injected_by_name() -> None:

@@ -422,8 +422,10 @@ def rows_of(inputs: Any) -> list[Mapping[str, Any]]:
         rows: list[Mapping[str, Any]] = inputs
         names = list(dict.fromkeys(name for row in rows for name in row))
     else:
-        names = list(inputs) if isinstance(inputs, Mapping) else inputs.column_names
-        columns = {name: inputs[name] for name in names if inputs[name] is not None}
+        # the whole table at once: a column of its own is read row by row
+        table = inputs if isinstance(inputs, Mapping) else inputs[:]
+        names = list(table)
+        columns = {name: table[name] for name in names if table[name] is not None}
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if "prompt" not in names:
         raise ConfigError(f"the inputs have no column 'prompt', only {sorted(names)}.")

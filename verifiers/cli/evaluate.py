@@ -153,6 +153,8 @@ def _evaluate(
         settings = WorkerSettings.parse(args.workers)
     args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
+    if args.save_to_hf_hub:
+        check_hub(_hub_name(args), "--save-to-hf-hub")
     sampling = {**env.sampling_args, **sampling}
     shown: dict[str, Any] = {"right_from": args.right_from}
     if args.prices is not None:
@@ -162,8 +164,6 @@ def _evaluate(
     if settings is not None:
         make = functools.partial(load_environment, args.env, **env_args)
         played = settings.open([(env, make)], blocked_s=args.grading_timeout).of(env, dataset)
-    if args.save_to_hf_hub:
-        check_hub(_hub_name(args), "--save-to-hf-hub")
     backend, limiter = _open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, rows=dataset, fresh=args.fresh, redact=redact)

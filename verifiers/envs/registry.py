@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import traceback
@@ -163,9 +164,9 @@ def _import(env_id: str, module: str) -> Any:
 
 def _raised_at(error: Exception) -> str:
     """Return the last line of the user's own code that an error came through, in brackets."""
-    libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<frozen")
+    libraries = (sysconfig.get_path("stdlib"), f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(libraries)]
-    own = [one for one in frames if "site-packages" not in one.filename] or frames[:1]
+    own = [one for one in frames if not re.search(r"(site|dist)-packages", one.filename)] or frames[:1]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
 
 

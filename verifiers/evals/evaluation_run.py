@@ -407,8 +407,12 @@ def _begun(plan: Mapping[str, Any], rubric: Any) -> dict[str, Any]:
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     session = {"started": now, "versions": plan.get("versions"), "git": plan.get("git")}
     begun = {"started": now, "started_at": time.time(), "sessions": [session]}
-    bounds = {"reward_bounds": rubric.declared_bounds()} if isinstance(rubric, Rubric) else {}
-    return {**plan, **bounds, "identity": run_identity(plan), **begun}
+    return {**plan, **reward_bounds(rubric), "identity": run_identity(plan), **begun}
+
+
+def reward_bounds(rubric: Any) -> dict[str, Any]:
+    """Return the entry of metadata.json with a rubric's bounds; none for a rubric of another kind."""
+    return {"reward_bounds": rubric.declared_bounds()} if isinstance(rubric, Rubric) else {}
 
 
 def _planned(plan: Mapping[str, Any]) -> int:
@@ -452,10 +456,11 @@ def _is_part(metadata: Mapping[str, Any], plan: Mapping[str, Any], rows: Any) ->
     """Return whether a run played the first of the plan's rows, as often or less often, and all else is the same."""
     if rows is None or run_identity(metadata, but_for=_SIZE) != run_identity(plan, but_for=_SIZE):
         return False
-    prompts, each = metadata.get("num_examples"), metadata.get("rollouts_per_example") or 0
-    if not isinstance(prompts, int) or prompts > len(rows) or each > plan["rollouts_per_example"]:
-        return False
-    return bool(metadata.get("prompts") == fingerprint(rows.select(range(prompts))))
+    # a stranger's may be anything
+    match metadata.get("num_examples"), metadata.get("rollouts_per_example"):
+        case (int() as prompts, int() as each) if 0 < prompts <= len(rows) and each <= plan["rollouts_per_example"]:
+            return bool(metadata.get("prompts") == fingerprint(rows.select(range(prompts))))
+    return False
 
 
 def finished_rollouts(

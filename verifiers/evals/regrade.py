@@ -15,7 +15,7 @@ from typing import Any
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
-from verifiers.evals.evaluation_run import EVALUATION_BLOCK
+from verifiers.evals.evaluation_run import EVALUATION_BLOCK, reward_bounds
 from verifiers.evals.provenance import versions
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, StoredRun
@@ -30,6 +30,8 @@ from verifiers.types import Failure, MessageRecord, Outcome, RolloutKey, State, 
 _MAY_BE_MISSING = frozenset(
     {"advantage", "error", "grading_errors", "input", "is_truncated", "judge_response", "metrics", "reward"}
 )
+
+_OF_THE_RUN = ("identity", "reward_bounds", "summary")
 
 
 class RestoredState(State):
@@ -88,8 +90,8 @@ async def regrade(
     runner = Run(env, None, "", grading_timeout_s=grading_timeout_s)  # type: ignore[arg-type]
     limiter = Limiter(max_concurrent)
     metadata = {
-        **{name: value for name, value in run.metadata.items() if name not in ("identity", "summary")},
-        "reward_bounds": env.rubric.declared_bounds(),
+        **{name: value for name, value in run.metadata.items() if name not in _OF_THE_RUN},
+        **reward_bounds(env.rubric),
         "regraded_from": str(run.directory),
         "regraded": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),

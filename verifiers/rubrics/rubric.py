@@ -46,6 +46,12 @@ def _of_classic(name: str) -> Callable[..., Awaitable[Any]]:
     return method
 
 
+def _bounds_of(func: RewardFunc) -> Any:
+    bounds = getattr(func, "reward_bounds", None)
+    # a mock has any attribute
+    return None if callable(bounds) else bounds
+
+
 class Rubric:
     """Reward functions and their weights: the reward is the weighted sum, the metrics are the plain values.
 
@@ -155,7 +161,7 @@ class Rubric:
         names, funcs, weights = self.get_reward_func_names(), self.get_reward_funcs(), self.get_reward_weights()
         if not len(names) == len(set(names)) == len(funcs) == len(weights):
             return {}  # functions of several rubrics under one name
-        bounds = [getattr(func, "reward_bounds", None) for func in funcs]
+        bounds = [_bounds_of(func) for func in funcs]
         found = {name: known for name, known in zip(names, bounds, strict=True) if known and name != "reward"}
         weighted = [(weight, known) for weight, known in zip(weights, bounds, strict=True) if weight]
         if weighted and self.is_weighted_sum and all(known for _, known in weighted):
@@ -277,7 +283,9 @@ class Rubric:
         for func in funcs if self.checks_parameters else ():
             check_parameters(f"The reward function {reward_name(func)!r}", func, known)
         for func in funcs:
-            match getattr(func, "reward_bounds", (0, 1)):
+            match _bounds_of(func):
+                case None:
+                    continue
                 case (int() | float() as low, int() | float() as high) if low < high:
                     continue
                 case found:

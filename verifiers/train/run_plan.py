@@ -326,5 +326,6 @@ def _refuse_unusable_optimizer(args: GRPOConfig) -> None:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 100, cast(Any, args.lr_scheduler_kwargs))
     except (ImportError, ValueError, TypeError) as error:
+        # some are made for a model's layers, and there is none yet
         if "to pass a model" not in str(error).replace("`", ""):
             raise ConfigError(f"{setting}, which cannot be used here ({error}).") from error
