@@ -137,7 +137,7 @@ def test_bounds_that_a_reward_does_not_keep_are_none(declared: Any) -> None:
     assert with_them == summarize(rows_of(FIVE_PROMPTS))
 
 
-@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.0,), 1.0, ("0", "1"), None])
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.0,), 1.0, ("0", "1"), []])
 def test_reward_bounds_that_are_none_are_refused(bounds: Any) -> None:
     def func(completion: Any) -> float:
         return 0.0
