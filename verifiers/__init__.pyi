@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .checks.environment_check import check as check
 from .data.curriculum import Curriculum as Curriculum
 from .data.adaptive_curriculum import curriculum_from as curriculum_from
 from .data.sampler import RepeatSampler as RepeatSampler

@@ -50,7 +50,7 @@ def make_row(rule: Rule) -> dict[str, str]:
     lines = [", ".join(first_terms(example)) for example in EXAMPLES]
     numbers = first_terms(rule)
     lines.append(f"{', '.join(numbers[:SHOWN])},")
-    return {"prompt": "\n".join(lines), "answer": " ".join(numbers[SHOWN:])}
+    return {"prompt": "\n".join(lines), "answer": ", ".join(numbers[SHOWN:])}
 
 
 def numbers_in(completion: str) -> list[str]:
@@ -62,7 +62,7 @@ def numbers_in(completion: str) -> list[str]:
 
 def continued(completion: str, answer: str) -> float:
     """Return the share of the hidden terms given in order before the first wrong one; more may follow."""
-    right = answer.split()
+    right = answer.split(", ")
     pairs = zip(numbers_in(completion), right, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(right)
 

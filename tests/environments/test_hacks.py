@@ -44,8 +44,8 @@ HACKS: list[tuple[str, str, Policy, float]] = [
     ("sentence_repeater", "two sentences", lambda turn: " ".join(sentences(turn)[turn.number :][:2]), 0.25),
     ("sentence_repeater", "all at once", lambda turn: turn.question, 0.0),
     ("complete_sequence", "every number", lambda turn: ", ".join(NUMBERS.split()), 0.0),
-    ("complete_sequence", "in another line", lambda turn: "\n" + ", ".join(turn.answer.split()), 0.0),
-    ("complete_sequence", "right after wrong", lambda turn: "0, " + ", ".join(turn.answer.split()), 0.0),
+    ("complete_sequence", "in another line", lambda turn: "\n" + turn.answer, 0.0),
+    ("complete_sequence", "right after wrong", lambda turn: "0, " + turn.answer, 0.0),
 ]
 SECRETS = ["crane", "slate", "about", "house", "piano"]
 

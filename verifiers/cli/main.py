@@ -259,6 +259,7 @@ COMMANDS = {
     "install": ("verifiers.cli.install:main", "install an environment package"),
     "list": ("verifiers.cli.list:main", "list the installed environments"),
     "play": ("verifiers.cli.play:main", "answer in place of the model"),
+    "check": ("verifiers.cli.check:main", "say what is wrong with an environment"),
     "eval": ("verifiers.cli.evaluate:main", "evaluate a model on an environment"),
     "gateway": ("verifiers.cli.gateway:main", "record programs that are started elsewhere"),
     "regrade": ("verifiers.cli.regrade:main", "grade a stored evaluation again"),

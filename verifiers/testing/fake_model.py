@@ -91,7 +91,8 @@ class FakeEndpoint:
         ease = 0.2 + 0.7 * _coin(self._seed, key, "ease")
         if not answer or _coin(self._seed, key, str(number)) > ease:
             return _JUNK
-        return _readable(answer, self._parser_of(task))
+        write = form_of(answer, self._parser_of(task))
+        return answer if write is None else write(answer)
 
     def _known(self, asked: Any) -> bytes:
         if isinstance(asked, list):
@@ -111,7 +112,7 @@ def play_judges(env: Any, seed: int | None = None) -> int:
     from verifiers.testing.fake_client import FakeClient
 
     played = 0
-    for rubric in _rubrics_of(env):
+    for rubric in rubrics_of(env):
         client = getattr(rubric, "judge_client", None)
         if isinstance(rubric, JudgeRubric) and isinstance(client, LazyOpenAI) and client.base_url is None:
             fake = FakeClient(functools.partial(answer_as_judge, seed=seed or 0), base_url=FAKE_URL)
@@ -136,7 +137,8 @@ def answer_as_judge(body: Mapping[str, Any], seed: int = 0) -> str:
     return rng.choice(("yes", "no"))
 
 
-def _rubrics_of(env: Any) -> Iterator[Any]:
+def rubrics_of(env: Any) -> Iterator[Any]:
+    """Yield the rubrics of an environment, those inside of groups one by one."""
     waiting = [env]
     while waiting:
         one = waiting.pop()
@@ -151,27 +153,26 @@ def _in_fields(answer: str, parser: Any) -> str:
     return str(parser.format(**{**fields, parser.answer_field: answer}))
 
 
-_FORMS: tuple[Callable[[str, Any], str], ...] = (
+_FORMS: tuple[Callable[..., str], ...] = (
     _in_fields,
-    lambda answer, _: f"\\boxed{{{answer}}}",
-    lambda answer, _: f"<think>\nfake\n</think>\n\n\\boxed{{{answer}}}",
-    lambda answer, _: f"<think>\nfake\n</think>\n\n{answer}",
-    lambda answer, _: f"<think>fake</think> <answer>{answer}</answer>",
-    lambda answer, _: answer,
+    lambda answer, parser: f"\\boxed{{{answer}}}",
+    lambda answer, parser: f"<think>\nfake\n</think>\n\n\\boxed{{{answer}}}",
+    lambda answer, parser: f"<think>\nfake\n</think>\n\n{answer}",
+    lambda answer, parser: f"<think>fake</think> <answer>{answer}</answer>",
+    lambda answer, parser: answer,
 )
 
 
-def _readable(answer: str, parser: Any) -> str:
-    """Return a text that the parser reads the answer from, or else the answer."""
+def form_of(answer: str, parser: Any) -> Callable[[str], str] | None:
+    """Return what writes a text so that the parser reads it as the answer, as it does with this one; or None."""
     for write in _FORMS:
         try:
-            text = write(answer, parser)
-            found = parser.parse_answer([{"role": "assistant", "content": text}])
+            found = parser.parse_answer([{"role": "assistant", "content": write(answer, parser)}])
         except Exception:
             continue  # a parser of the user's own may refuse anything
         if found is not None and str(found).strip() == answer.strip():
-            return text
-    return answer
+            return functools.partial(write, parser=parser)
+    return None
 
 
 def _key(prompt: Any) -> bytes:

@@ -1,0 +1,261 @@
+"""Each kind of finding: an environment that has it, and one that is right and has it not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from verifiers.checks.environment_check import check_environment
+from verifiers.checks.check_report import CheckReport
+from verifiers.checks.rows import check_rows
+from verifiers.testing import FakeClient
+
+Rows = list[dict[str, Any]]
+ROWS: Rows = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(11, 31)]
+PARSER = vf.XMLParser(["answer"])
+LONG = (
+    "Read the following carefully and then say in one word of your own what the person in it is most likely to do. "
+)
+
+
+def right(completion: Any, answer: str, parser: Any) -> float:
+    return float(parser.parse_answer(completion) == answer)
+
+
+def single(func: Any = right, rows: Any = ROWS, evals: Any = ROWS[10:], **options: Any) -> vf.Environment:
+    funcs = func if isinstance(func, list) else [func]
+    options = {"parser": PARSER, **options}
+    rubric = options.pop("rubric", None) or vf.Rubric(funcs, options.pop("weights", None), parser=options["parser"])
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=evals, rubric=rubric, **options)
+
+
+def sound() -> vf.Environment:
+    return single([right, PARSER.get_format_reward_func()], ROWS[:10], weights=[1.0, 0.2])
+
+
+async def kinds_of(env: vf.Environment) -> dict[str, str]:
+    report = await check_environment(env)
+    return {found.kind: found.severity for found in report.findings}
+
+
+def with_plain(func: Callable[..., float], rows: Any = ROWS) -> vf.Environment:
+    return single(func, rows, rows[:1] and ROWS[:5] if rows is not ROWS else ROWS[:5], parser=vf.Parser())
+
+
+class Counting(vf.Rubric):
+    """Scores by how often it was called."""
+
+    async def score_states(self, states: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        scores = await super().score_states(states)
+        for score in scores:
+            score["metrics"]["right"] = float(self.calls)
+        return scores
+
+
+class Noting(vf.SingleTurnEnv):
+    """Keeps on the environment how many rollouts are being played."""
+
+    playing = 0
+
+    async def play(self, state: vf.State) -> None:
+        self.playing += 1
+        await super().play(state)
+        state["beside"] = self.playing
+        self.playing -= 1
+
+
+class Breaking(vf.SingleTurnEnv):
+    async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
+        raise ValueError("no board")
+
+
+def takes_anything(completion: Any, answer: str) -> float:
+    return 1.0
+
+
+def somewhere(completion: Any, answer: str) -> float:
+    return float(answer in completion[-1]["content"])
+
+
+def long_enough(completion: Any) -> float:
+    return float(len(completion[-1]["content"].split()) > 3)
+
+
+def divides(completion: Any, answer: str, parser: Any) -> float:
+    said = parser.parse_answer(completion)
+    return right(completion, answer, parser) / len(said or "")
+
+
+def random_reward(completion: Any, answer: str, parser: Any) -> float:
+    return right(completion, answer, parser) * random.random()
+
+
+def slow(completion: Any, answer: str, parser: Any) -> float:
+    time.sleep(1.1)
+    return right(completion, answer, parser)
+
+
+async def blocking(completion: Any, answer: str, parser: Any) -> float:
+    time.sleep(0.3)  # noqa: ASYNC251 - it is what is looked for
+    return right(completion, answer, parser)
+
+
+def lengths(completion: Any, answer: str, parser: Any) -> float:
+    return right(completion, answer, parser) if int(answer) < 40 else 0.25
+
+
+async def graded(prompt: Any, completion: Any, answer: str, state: vf.State, judge: Any) -> float:
+    return float(await judge(prompt, completion, answer, state) == "yes")
+
+
+last: list[float] = []
+
+
+def remembers(completion: Any, answer: str, parser: Any) -> float:
+    last.append(right(completion, answer, parser))
+    return last[-1] + (last[-2] if len(last) > 1 and last[-2] == 0 else 0.5)
+
+
+def beside(state: vf.State, completion: Any, answer: str, parser: Any) -> float:
+    return right(completion, answer, parser) / state["beside"]
+
+
+def needs_more(completion: Any, threshold: float) -> float:
+    return threshold
+
+
+UNANSWERED: Rows = [{"question": "Write.", "answer": ""}]
+DUPLICATES: Rows = [*ROWS[:5], ROWS[0]]
+CONTRADICTING: Rows = [*ROWS, {"question": ROWS[0]["question"], "answer": "99"}]
+GAPS: Rows = [*ROWS, {"question": "And 5 plus 5?", "answer": ""}]
+LEAKING: Rows = [
+    {"question": f"Say {w}now: the word is {w}.", "answer": w} for w in ("apple", "river", "stone", "cloud")
+]
+CHOICES: Rows = [{"question": "Which: apple, river, stone or cloud?" + " " * n, "answer": w} for n, w in
+                 enumerate(("apple", "river", "stone", "cloud"))]  # fmt: skip
+NAMES = ["".join(pair) for pair in itertools.product("bdfgk", ("ana", "eni", "ori", "umo"))]
+
+
+def story(name: str, end: str = "") -> dict[str, Any]:
+    draw = random.Random(name)
+    words = " ".join(draw.choice(NAMES) for _ in range(30))
+    return {"question": f"{LONG}{name} said: {words}.{end}", "answer": name}
+
+
+CASES: dict[str, tuple[str, Callable[[], vf.Environment]]] = {
+    "missing-answer": ("error", lambda: single(rows=GAPS)),
+    "repeated-rows": ("warning", lambda: single(rows=DUPLICATES)),
+    "contradicting-rows": ("error", lambda: single(rows=CONTRADICTING)),
+    "answer-in-prompt": ("warning", lambda: single(rows=LEAKING)),
+    "eval-trained-on": ("error", lambda: single()),
+    "eval-nearly-trained-on": (
+        "warning",
+        lambda: single(rows=[story(name) for name in NAMES], evals=[story(name, " Well?") for name in NAMES[:3]]),
+    ),
+    "no-eval-rows": ("note", lambda: single(evals=None)),
+    "rewards-not-possible": ("error", lambda: single(needs_more)),
+    "no-right-answer": ("note", lambda: single(long_enough, UNANSWERED, UNANSWERED)),
+    "right-not-rewarded": ("error", lambda: single(lambda completion, answer: 0.0)),
+    "right-less-rewarded": ("warning", lambda: single(lengths, evals=ROWS)),
+    "paid-empty": ("error", lambda: single(takes_anything)),
+    "paid-format-alone": ("error", lambda: single([right, PARSER.get_format_reward_func()], weights=[0.5, 1.0])),
+    "paid-another-answer": (
+        "error",
+        lambda: single(lambda completion, answer: float("<answer>" in completion[-1]["content"])),
+    ),
+    "paid-repeated-prompt": ("error", lambda: single([long_enough, right])),
+    "paid-buried": ("warning", lambda: with_plain(somewhere)),
+    "paid-two-answers": ("warning", lambda: with_plain(somewhere)),
+    "paid-cut-thought": ("warning", lambda: with_plain(somewhere)),
+    "never-differs": ("warning", lambda: single([right, takes_anything], weights=[3.0, 0.1])),
+    "grading-fails": ("error", lambda: single(divides)),
+    "environment-fails": (
+        "error",
+        lambda: Breaking(dataset=ROWS, parser=PARSER, rubric=vf.Rubric([right], parser=PARSER)),
+    ),
+    "not-deterministic": ("error", lambda: single(random_reward)),
+    "shared-between-rollouts": (
+        "error",
+        lambda: Noting(dataset=ROWS, parser=PARSER, rubric=vf.Rubric([beside], parser=PARSER)),
+    ),
+    "depends-on-neighbours": ("error", lambda: single(remembers)),
+    "slow-rewards": ("warning", lambda: single(slow, ROWS[:1], ROWS[:1])),
+    "blocks-the-loop": ("warning", lambda: single(blocking, ROWS[:2], ROWS[:2])),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+async def test_an_environment_that_has_it(kind: str) -> None:
+    last.clear()
+    severity, make = CASES[kind]
+    assert (await kinds_of(make())).get(kind) == severity
+
+
+async def test_a_sound_environment_has_none() -> None:
+    assert await kinds_of(sound()) == {}
+
+
+async def test_choices_in_a_prompt_and_a_hidden_word_are_no_leak() -> None:
+    found = await kinds_of(single(rows=CHOICES, evals=CHOICES[:1]))
+    assert "answer-in-prompt" not in found
+    game = [{"question": "Guess my word.", "answer": name} for name in NAMES]
+    kinds = await kinds_of(single(rows=[{**row, "info": {"n": 1}} for row in game], evals=game))
+    assert {"contradicting-rows", "eval-trained-on"}.isdisjoint(kinds)
+
+
+async def test_a_form_that_many_prompts_share_is_no_repetition() -> None:
+    rows = [{"question": f"{LONG} {LONG} {name}", "answer": name} for name in NAMES]
+    assert "eval-nearly-trained-on" not in await kinds_of(single(rows=rows[:15], evals=rows[15:]))
+
+
+async def test_an_agent_is_not_answered_by_a_text() -> None:
+    async def agent(row: Any, **_: Any) -> str:
+        return "4"
+
+    env = vf.AgentEnv(agent, dataset=ROWS, eval_dataset=ROWS[:2], rubric=vf.Rubric([lambda completion: 1.0]))
+    assert "rewards-not-probed" in await kinds_of(env)
+
+
+async def test_a_judge_without_a_key_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    env = single(rubric=vf.JudgeRubric(funcs=[graded]), parser=vf.Parser())
+    assert (await kinds_of(env)).get("judge-not-asked") == "note"
+
+
+async def test_a_judge_that_can_be_talked_to_is_paid_for_it() -> None:
+    def judge(body: Any) -> str:
+        return "yes" if "Ignore the instructions" in str(body["messages"]) else "no"
+
+    env = single(rubric=vf.JudgeRubric(funcs=[graded], judge_client=FakeClient(judge)), parser=vf.Parser())
+    assert (await kinds_of(env)).get("paid-injection") == "error"
+
+
+def test_prompts_over_the_context_are_named() -> None:
+    env = single(rows=[*ROWS, {"question": "word " * 50, "answer": "1"}])
+    findings, numbers = check_rows(env, lambda prompt: len(prompt[-1]["content"].split()), 40)
+    (over,) = [found for found in findings if found.kind == "over-context"]
+    assert (over.severity, over.where) == ("error", "training row 20")
+    assert numbers["training"]["prompt_tokens"]["most"] == 50
+
+
+def test_a_report_is_a_page_in_which_nothing_is_markup() -> None:
+    report = CheckReport("<b>env</b>")
+    report.add("rows", [], {"<i>": "<script>"})
+    page = report.html()
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+    assert "<b>" not in page
+
+
+def test_checks_are_asked_for_without_a_loop() -> None:
+    report = vf.check(single(takes_anything), rows=2)
+    assert not report.is_right
+    assert report.findings[0].severity == "error"
+    assert {"rows", "rewards"} == set(report.numbers)

@@ -1,0 +1,365 @@
+"""What can be said of an environment's rewards without a model: its rollouts are played with texts that are known.
+
+Each text answers every call of a rollout, so that the environment's own turns, tools and states take part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from verifiers.checks.check_report import CheckFinding, Severity, named_rows
+from verifiers.checks.texts import HEDGED, PROBES, WAYS, Write, probes_of, writer_of
+from verifiers.concurrency import gather_owned
+from verifiers.envs.datasets import row_fields
+from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.inference.retry import RetryPolicy
+from verifiers.inference.wire import WireObject, request_body
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.run import Run
+from verifiers.rubrics.judge_rubric import JudgeRubric
+from verifiers.rubrics.rubric import Rubric
+from verifiers.testing.fake_model import rubrics_of
+from verifiers.types import Outcome, RolloutKey
+
+BLOCK = 2**31 - 1
+"""Block id of the rollouts of a check: in no training run."""
+
+_TIMEOUT_S = 60.0
+_AT_ONCE = 16
+_SAME = 1e-9
+_PAID_ROWS = 0.25
+_SLOW_S, _LATE_S, _BEAT_S = 1.0, 0.25, 0.01
+_MOST_ANSWERS = 500
+
+Played = dict[int, Rollout]
+"""Rollouts by row."""
+
+
+class _Says:
+    """A backend that answers every call with one text."""
+
+    base_url, api_key = "check:", "EMPTY"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        from verifiers.testing.script import response_body
+
+        await asyncio.sleep(0)  # others get their turn, as while a server answers
+        return WireObject(response_body(request_body(arguments), [self._text], model="check", token_ids=False))
+
+    async def close(self) -> None:
+        """Do nothing: no connection is open."""
+
+
+@dataclass(slots=True)
+class _Texts:
+    """What is answered in the rows that are looked at, by row."""
+
+    requests: dict[int, RolloutRequest] = field(default_factory=dict)
+    right: dict[int, str] = field(default_factory=dict)
+    probes: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
+async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], dict[str, Any]]:
+    """Check an environment's rewards over so many rows, spread over its eval rows, or else its training rows."""
+    texts = _texts_of(env, rows)
+    if not texts.requests:
+        text = "its rollouts are not answered by a text: an agent or a program of its own asks the policy"
+        mend = "give a model (-m) to look at what it earns."
+        return [CheckFinding("rewards-not-probed", "note", "environment", text, mend)], {}
+    alone = await _play_one_by_one(env, texts)
+    for write in WAYS if texts.right and not _best(alone) > 0 else ():
+        tried = _texts_of(env, rows, write)
+        earned = await _play_one_by_one(env, tried)
+        if _best(earned) > 0:
+            texts, alone = tried, earned
+            break
+    started = time.perf_counter()
+    late_s, again = await _beside_a_clock(_play_one_by_one(env, texts))
+    seconds = (time.perf_counter() - started) / max(1, len(again))
+    together, probed = await _play_together(env, texts)
+    everything = [*alone.values(), *again.values(), *together.values()]
+    everything += [rollout for by_name in probed.values() for rollout in by_name.values()]
+    findings = [
+        *_failures(alone, probed),
+        *_right_answers(texts, alone),
+        *_paid(env, texts, alone, probed),
+        *_other_numbers(env, alone, again, together),
+        *await _beside_others(env, texts, alone),
+        *_functions(env, everything, knows_right=_best(alone) > 0),
+        *_times(again, late_s),
+    ]
+    return findings, _numbers(texts, alone, probed, everything, seconds)
+
+
+# -- rows, texts and rollouts ----------------------------------------------------------------------------------------
+
+
+def _texts_of(env: Any, rows: int, write: Write | None = None) -> _Texts:
+    dataset = env.dataset if env.eval_dataset is None else env.eval_dataset
+    count = min(rows, len(dataset))
+    answers = [str(row_fields(row)[1]) for row in dataset.select(range(min(_MOST_ANSWERS, len(dataset))))]
+    known = [answer for answer in dict.fromkeys(answers) if answer]
+    judged = any(isinstance(rubric, JudgeRubric) for rubric in rubrics_of(env))
+    found = _Texts()
+    for place in dict.fromkeys(at * len(dataset) // count for at in range(count)):
+        prompt, answer, task, info = row_fields(dataset[place])
+        member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
+        if not isinstance(member, MultiTurnEnv):
+            continue
+        key = RolloutKey(BLOCK, place, 0)
+        found.requests[place] = RolloutRequest(key, prompt, answer, task, info)
+        writer = writer_of(answer, member.parser)
+        if writer is not None:
+            writer = write or writer
+            found.right[place] = writer(str(answer))
+        found.probes[place] = probes_of(prompt, answer, writer, known, judged=judged)
+    return found
+
+
+def _best(played: Played) -> float:
+    return max((rollout.reward for rollout in played.values() if rollout.reward is not None), default=0.0)
+
+
+def _run(env: Any, text: str) -> Run:
+    # a text is not cut as a sampled one would be
+    limits = ("max_tokens", "max_completion_tokens")
+    sampling = {name: value for name, value in env.sampling_args.items() if name not in limits}
+    return Run(
+        env,
+        _Says(text),
+        "check",
+        sampling,
+        retry=RetryPolicy(max_attempts=1),
+        rollout_timeout_s=_TIMEOUT_S,
+        grading_timeout_s=_TIMEOUT_S,
+    )
+
+
+async def _played(env: Any, text: str, request: RolloutRequest) -> Rollout:
+    return (await _run(env, text).run_group([request])).rollouts[0]
+
+
+async def _play_one_by_one(env: Any, texts: _Texts) -> Played:
+    """Play the right answers, or empty ones where no row has any, each alone."""
+    return {
+        place: await _played(env, texts.right.get(place, ""), request)
+        for place, request in texts.requests.items()
+        if place in texts.right or not texts.right
+    }
+
+
+async def _play_together(env: Any, texts: _Texts) -> tuple[Played, dict[str, Played]]:
+    """Play the right answers and all probes side by side."""
+    room = asyncio.Semaphore(_AT_ONCE)
+    work = [
+        (place, "", texts.right.get(place, "")) for place in texts.requests if place in texts.right or not texts.right
+    ]
+    work += [(place, name, text) for place, probes in texts.probes.items() for name, text in probes.items()]
+
+    async def one(place: int, text: str) -> Rollout:
+        async with room:
+            return await _played(env, text, texts.requests[place])
+
+    done = await gather_owned([one(place, text) for place, _, text in work])
+    found: dict[str, Played] = defaultdict(dict)
+    for (place, name, _), rollout in zip(work, done, strict=True):
+        found[name][place] = rollout
+    return found.pop("", {}), found
+
+
+async def _beside_a_clock(work: Any) -> tuple[float, Played]:
+    """Await the work; return by how much the event loop was late at most meanwhile, in seconds."""
+    late_s = 0.0
+
+    async def beat() -> None:
+        nonlocal late_s
+        while True:
+            due = time.perf_counter() + _BEAT_S
+            await asyncio.sleep(_BEAT_S)
+            late_s = max(late_s, time.perf_counter() - due)
+
+    clock = asyncio.create_task(beat())
+    try:
+        done = await work
+        await asyncio.sleep(0)
+    finally:
+        clock.cancel()
+    return late_s, done
+
+
+# -- findings --------------------------------------------------------------------------------------------------------
+
+
+def _failures(alone: Played, probed: Mapping[str, Played]) -> Iterator[CheckFinding]:
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, played in (("the right answer", alone), *((PROBES[name], played) for name, played in probed.items())):
+        for place, rollout in played.items():
+            if rollout.outcome in (Outcome.GRADING_ERROR, Outcome.ENVIRONMENT_ERROR):
+                places[str(rollout.outcome), str(rollout.failure)].append(f"{name}, row {place}")
+    for (outcome, failure), where in places.items():
+        kind, who = (
+            ("grading-fails", "a reward") if outcome == "grading_error" else ("environment-fails", "the environment")
+        )
+        text = f"{who} fails in {len(where)} rollouts: {failure:.200}"
+        mend = "give such an answer the reward that it deserves: a failed rollout trains nothing."
+        yield CheckFinding(kind, "error", where[0], text, mend)
+
+
+def _right_answers(texts: _Texts, alone: Played) -> Iterator[CheckFinding]:
+    if not texts.right:
+        text = "no row's answer could be written as the parser reads it, so what a right answer earns is not known"
+        mend = "where rows have answers, see by vf-play whether the parser reads what a policy is asked to write."
+        yield CheckFinding("no-right-answer", "note", "rows", text, mend)
+        return
+    rewards = {place: rollout.reward for place, rollout in alone.items() if rollout.reward is not None}
+    if not rewards:
+        return
+    best = max(rewards.values())
+    low = [place for place, reward in rewards.items() if reward <= 0.5 * best] if best > 0 else list(rewards)
+    if best <= 0:
+        place = low[0]
+        text = f"the right answer gets {rewards[place]:g} in all {len(low)} rows: {texts.right[place]!r:.120}"
+        mend = "compare what the parser reads from it with what the reward function compares it to."
+        yield CheckFinding("right-not-rewarded", "error", named_rows(low), text, mend)
+    elif low:
+        text = f"the right answer gets {rewards[low[0]]:g} there, and {best:g} in the best row"
+        mend = "see whether these rows' answers are right, and in the form that the reward compares."
+        yield CheckFinding("right-less-rewarded", "warning", named_rows(low), text, mend)
+
+
+def _paid(env: Any, texts: _Texts, alone: Played, probed: Mapping[str, Played]) -> Iterator[CheckFinding]:
+    whole = _whole_reward(env, alone if texts.right else {})
+    for name, played in probed.items():
+        found = {}
+        for place, rollout in played.items():
+            right = alone[place].reward if place in texts.right and place in alone else None
+            full = right if right is not None and right > 0 else whole
+            if rollout.reward is not None and full > 0 and rollout.reward > 0.5 * full + _SAME:
+                found[place] = (rollout.reward, full)
+        if len(found) >= max(1.0, _PAID_ROWS * len(played)):
+            place, (reward, full) = next(iter(found.items()))
+            said = texts.probes[place][name]
+            text = f"{PROBES[name]} gets {reward:g} of {full:g} in {len(found)} of {len(played)} rows: {said!r:.100}"
+            mend = "a policy will find this: reward only what is right, and give the format less than half."
+            severity: Severity = "warning" if name in HEDGED else "error"
+            yield CheckFinding(f"paid-{name}", severity, named_rows(found), text, mend)
+
+
+def _whole_reward(env: Any, alone: Played) -> float:
+    """Return the largest reward: as declared, or as a right answer got, or else the sum of the weights."""
+    if isinstance(env.rubric, Rubric) and (bounds := env.rubric.declared_bounds().get("reward")):
+        return bounds[1]
+    best = _best(alone)
+    return best if best > 0 else sum(weight for weight in env.get_reward_weights() if weight > 0)
+
+
+def _other_numbers(env: Any, alone: Played, again: Played, together: Played) -> Iterator[CheckFinding]:
+    weights = _weights(env)
+    changing = _differing(alone, again)
+    if changing:
+        name, (place, first, second) = next(iter(changing.items()))
+        text = f"the same rollout got {first:g} and then {second:g} ({', '.join(map(repr, changing))})"
+        mend = "make it a function of the rollout alone; draw what is random once, from the row."
+        severity: Severity = "error" if any(weights.get(name, 1.0) for name in changing) else "warning"
+        yield CheckFinding("not-deterministic", severity, f"{name!r}, row {place}", text, mend)
+    shared = {name: found for name, found in _differing(alone, together).items() if name not in changing}
+    if shared:
+        name, (place, first, second) = next(iter(shared.items()))
+        text = f"a rollout alone got {first:g}, and beside others {second:g} ({', '.join(map(repr, shared))})"
+        mend = "keep nothing of a rollout on the environment or in its row: each rollout's things go into its state."
+        yield CheckFinding("shared-between-rollouts", "error", f"{name!r}, row {place}", text, mend)
+
+
+async def _beside_others(env: Any, texts: _Texts, alone: Played) -> list[CheckFinding]:
+    """Score right answers after another rollout of their prompt, where no function is told of the group."""
+    if getattr(env.rubric, "has_group_funcs", True) or not texts.right:
+        return []
+    beside: Played = {}
+    for place in list(texts.right)[:4]:
+        runs = [_run(env, text) for text in ("", texts.right[place])]
+        request = texts.requests[place]
+        rollouts = [(await run.play([request]))[0] for run in runs]
+        await runs[0].score(rollouts)
+        beside[place] = rollouts[1]
+    found = _differing({place: alone[place] for place in beside}, beside)
+    if not found:
+        return []
+    name, (place, first, second) = next(iter(found.items()))
+    text = f"the same rollout got {first:g} alone, and {second:g} when it was scored after another"
+    mend = "keep nothing between calls of a reward function, or make it one of the group, with plural arguments."
+    return [CheckFinding("depends-on-neighbours", "error", f"{name!r}, row {place}", text, mend)]
+
+
+def _differing(one: Played, two: Played) -> dict[str, tuple[int, float, float]]:
+    """Return, by metric, the first row in which two playings of the same texts have other numbers, and these."""
+    found: dict[str, tuple[int, float, float]] = {}
+    for place in one.keys() & two.keys():
+        if one[place].failure is None and two[place].failure is None:
+            for name in one[place].metrics.keys() & two[place].metrics.keys():
+                first, second = one[place].metrics[name], two[place].metrics[name]
+                if abs(first - second) > _SAME:
+                    found.setdefault(name, (place, first, second))
+    return found
+
+
+def _functions(env: Any, rollouts: Sequence[Rollout], *, knows_right: bool) -> Iterator[CheckFinding]:
+    weights = _weights(env)
+    for name, values in _values(rollouts).items():
+        # where nothing right was said, 0 is what all deserve
+        if weights.get(name) and max(values) - min(values) <= _SAME and (knows_right or values[0]):
+            text = f"it gave {values[0]:g} to all {len(values)} rollouts, right and wrong"
+            mend = "leave it out, or see why nothing changes it: a constant teaches nothing."
+            yield CheckFinding("never-differs", "warning", f"{name!r}", text, mend)
+
+
+def _times(again: Played, late_s: float) -> Iterator[CheckFinding]:
+    mean_s = fmean([rollout.timing.scoring_s for rollout in again.values()]) if again else 0.0
+    if mean_s > _SLOW_S:
+        text = f"scoring one rollout takes {mean_s:.2f} s"
+        mend = "training waits for it: make it quicker, or asynchronous if it waits for something."
+        yield CheckFinding("slow-rewards", "warning", "rubric", text, mend)
+    if late_s > _LATE_S:
+        text = f"the event loop stood still for {late_s:.2f} s while one rollout after another was played and scored"
+        mend = (
+            "let what computes be a plain function, what waits an `async def`; what holds the interpreter, a process."
+        )
+        yield CheckFinding("blocks-the-loop", "warning", "environment", text, mend)
+
+
+def _numbers(
+    texts: _Texts, alone: Played, probed: Mapping[str, Played], everything: Sequence[Rollout], seconds: float
+) -> dict[str, Any]:
+    return {
+        "rows": len(texts.requests),
+        "right": _mean(alone) if texts.right else None,
+        "probes": {name: _mean(played) for name, played in probed.items()},
+        "functions": {name: [min(values), max(values)] for name, values in _values(everything).items()},
+        "seconds_a_rollout": round(seconds, 4),
+    }
+
+
+def _mean(played: Played) -> float | None:
+    rewards = [rollout.reward for rollout in played.values() if rollout.reward is not None]
+    return round(fmean(rewards), 4) if rewards else None
+
+
+def _values(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.failure is None:
+            for name, value in rollout.metrics.items():
+                found[name].append(value)
+    return found
+
+
+def _weights(env: Any) -> dict[str, float]:
+    return dict(zip(env.rubric.get_reward_func_names(), env.get_reward_weights(), strict=False))

@@ -1,0 +1,135 @@
+"""`vf-check ENV`: is this environment right? Findings, worst first, each with how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.cli.endpoint import (
+    add_endpoint_group,
+    add_sampling_group,
+    add_timeouts,
+    attempt_timeout_s,
+    check_timeouts,
+    chosen_endpoint,
+    require_listener,
+    sampling_of,
+)
+from verifiers.cli.main import DONE, FAILED, Command, CommandParser, json_object, make_importable
+from verifiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verifiers.checks.check_report import CheckReport
+
+
+def parser() -> CommandParser:
+    parser = CommandParser(
+        "vf-check",
+        "Say what is wrong with an environment: its rows, its rewards and, with a model, what that earns.",
+        examples=("vf-check my_env.py", "vf-check reverse-text -m my-model -b http://127.0.0.1:8000/v1"),
+    )
+    parser.environment_group()
+    add = parser.group("check")
+    add("-n", "--num-examples", type=int, default=32, metavar="N", help="prompts that a model is asked")
+    add("-r", "--rollouts-per-example", type=int, default=8, metavar="N", help="rollouts of each prompt")
+    add("--rows", type=int, default=8, metavar="N", help="rows whose rewards are tried with right and wrong texts")
+    add("--tokenizer", metavar="PATH", help="tokenizer that prompts are measured with (needs the train extra)")
+    add("--max-model-len", type=int, metavar="N", help="tokens that the model reads at most")
+    add_endpoint_group(parser)
+    add("-c", "--max-concurrent", type=int, default=64, metavar="N", help="rollouts in flight")
+    add_timeouts(add, "rollout")
+    add_sampling_group(parser, "environment")
+    add = parser.group("output")
+    add("--json", action="store_true", help="print the report as one line of JSON")
+    add("--html", metavar="FILE", help="write the report as a page, too")
+    return parser
+
+
+def check_command(args: argparse.Namespace) -> int:
+    """Check an environment; raise errors instead of printing them."""
+    from verifiers.envs.registry import load_environment
+
+    for flag, number in (("--num-examples", args.num_examples), ("--rows", args.rows)):
+        if number < 1:
+            raise ConfigError(f"{flag} is {number}; give 1 or more.")
+    if args.rollouts_per_example < 2:
+        raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 2 or more, to compare them.")
+    if args.max_model_len is not None and args.tokenizer is None:
+        raise ConfigError("--max-model-len needs --tokenizer, which counts the tokens of a prompt.")
+    check_timeouts(args, "rollout", "attempt")
+    env_args = json_object("--env-args", args.env_args)
+    name = make_importable(args.env, args.env_dir_path)
+    env = load_environment(name, **env_args)
+    report = asyncio.run(_checked(args, name, env))
+    if args.html is not None:
+        from verifiers.reports.page import plain_page
+
+        Path(args.html).write_text(plain_page(f"vf-check {name}", report.html()), encoding="utf-8")
+    print(json.dumps(report.as_json()) if args.json else "\n".join(report.lines()))
+    return DONE if report.is_right else FAILED
+
+
+async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport:
+    from verifiers.checks.environment_check import check_environment
+    from verifiers.envs.lifecycle import run_teardown
+
+    options: dict[str, Any] = {"rows": args.rows, "max_model_len": args.max_model_len}
+    if args.tokenizer is not None:
+        options["count_tokens"] = _counter(args.tokenizer)
+    run: Any = None
+    try:
+        if args.model is not None or args.api_base_url:
+            run = await _run_of(args, env)
+            options |= {"prompts": args.num_examples, "rollouts_per_example": args.rollouts_per_example}
+        return await check_environment(env, name, run=run, **options)
+    finally:
+        if run is not None:
+            await run.backend.close()
+        await run_teardown(env)
+
+
+async def _run_of(args: argparse.Namespace, env: Any) -> Any:
+    from verifiers.evals.evaluation_run import iter_requests
+    from verifiers.inference.endpoint_registry import open_backend
+    from verifiers.inference.limiter import Limiter
+    from verifiers.rollouts.run import Run
+    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint
+
+    entry = chosen_endpoint(args, "vf-check")
+    if entry.urls == (FAKE_URL,):
+        requests = iter_requests(env.rows_to_evaluate(args.num_examples), 1, None)
+        backend: Any = FakeEndpoint(requests, lambda task: getattr(env, "parser", None))
+    else:
+        await require_listener(entry)
+        backend = open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry))
+    return Run(
+        env,
+        backend,
+        entry.model,
+        {**env.sampling_args, **sampling_of(args)},
+        limiter=Limiter(args.max_concurrent),
+        rollout_timeout_s=args.rollout_timeout,
+    )
+
+
+def _counter(path: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError("--tokenizer needs transformers; install the train extra.") from None
+    tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def count(prompt: Any) -> int:
+        if isinstance(prompt, str):
+            return len(tokenizer.encode(prompt))
+        return len(
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+
+    return count
+
+
+main = Command(parser, check_command)
