@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.checks.environment_check import check_environment
 from verifiers.checks.check_report import CheckReport
+from verifiers.checks.environment_check import check_environment
 from verifiers.checks.rows import check_rows
 from verifiers.testing import FakeClient
 

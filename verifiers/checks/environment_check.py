@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifiers.checks.check_report import CheckReport, CheckFinding, Severity
+from verifiers.checks.check_report import CheckFinding, CheckReport, Severity
 from verifiers.checks.policy import check_policy
 from verifiers.checks.rewards import check_rewards
 from verifiers.checks.rows import CountTokens, check_rows
