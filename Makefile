@@ -118,6 +118,8 @@ dist:
 
 docs: $(INSTALLED)
 	$(BIN)/zensical build --clean --strict
+	@# each page as Markdown beside it, for programs that read
+	(cd docs && find . -name '*.md' | tar -cf - -T -) | tar -xf - -C site
 
 docs-test: $(INSTALLED)
 	$(BIN)/python -m pytest tests/docs

@@ -50,6 +50,18 @@ def test_each_page_is_in_the_navigation_under_its_own_title() -> None:
     assert titles == headings
 
 
+def test_programs_that_read_find_each_page_in_the_order_of_the_navigation() -> None:
+    listed = re.findall(r"^- \[(.+)\]\((.+)\)$", (DOCS / "llms.txt").read_text(), re.MULTILINE)
+    assert listed == list(navigation(SETTINGS["nav"]))
+
+
+def test_the_page_for_agents_is_short_and_names_what_is_there() -> None:
+    lines = (ROOT / "AGENTS.md").read_text().splitlines()
+    assert len(lines) <= 60
+    places = re.findall(r"`([\w./]+/[\w./]+\.\w+)`|^    ([\w/]+)(?:,| {3})", "\n".join(lines), re.MULTILINE)
+    assert [one for one, two in places if one and not (ROOT / one).exists()] == []
+
+
 def test_the_navigation_leads_from_a_first_page_to_the_reference() -> None:
     sections = [name for entry in SETTINGS["nav"] for name, target in entry.items() if not isinstance(target, str)]
     assert sections == ["Guides", "Concepts", "Reference", "Design"]
