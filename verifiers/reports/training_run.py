@@ -27,6 +27,7 @@ from verifiers.monitoring.run_log import (
     shown_messages,
 )
 from verifiers.monitoring.stage_timer import STAGES, RunTime
+from verifiers.monitoring.trends import find_trends
 from verifiers.notebook import finite
 from verifiers.reports.page import TRAINING_SCRIPTS, page_text, write_page
 
@@ -81,6 +82,9 @@ def training_data(directory: Path) -> dict[str, Any]:
         "stoppedBy": str(run["stopped_by"]) if run.get("stopped_by") else "",
         "head": _head(run, history),
         "learning": _finding(history.signal.finding(updates if isinstance(updates, int) else 1)),
+        "trends": [
+            _finding(found) for found in find_trends(history, filter(_is_sample, read_lines(directory / SAMPLES)))
+        ],
         "bottleneck": _finding(bottleneck_of(run, history.time)),
         "time": _time(history.time, run.get("memory")),
         "span": step_span(history),

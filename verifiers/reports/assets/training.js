@@ -35,11 +35,10 @@ function headFacts({ head }) {
   ]);
 }
 
-/** The reason why a run learns nothing, above everything that is about its speed. */
-function learningCard({ learning }) {
-  if (!learning) return null;
-  const kind = learning.kind[0].toUpperCase() + learning.kind.slice(1);
-  return h("div", { class: "card bottleneck" }, h("h2", {}, `${kind}: ${learning.text}.`), h("p", {}, `Try: ${learning.advice}.`));
+/** What a run learns, or that it learns nothing, above everything that is about its speed. */
+function learningCard(found) {
+  const kind = found.kind[0].toUpperCase() + found.kind.slice(1);
+  return h("div", { class: "card bottleneck" }, h("h2", {}, `${kind}: ${found.text}.`), h("p", {}, `Try: ${found.advice}.`));
 }
 
 /** The bottleneck in words, over a bar of the trainer's time. */
@@ -153,7 +152,7 @@ function trainingParts(run) {
   return [
     run.stoppedBy ? h("p", { class: "notice" }, `Stopped by ${visible(run.stoppedBy)}`) : null,
     h("div", { class: "card head" }, headFacts(run)),
-    learningCard(run),
+    [run.learning, ...run.trends].filter(Boolean).map(learningCard),
     bottleneckCard(run),
     sections.length ? sections : h("p", { class: "notice" }, "Nothing was logged yet."),
     timeSection(run),

@@ -1,0 +1,85 @@
+"""A rising reward is doubted where something else says that it should not rise, and left alone where it may."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import Any
+
+import pytest
+
+from verifiers.monitoring.history import Evaluations, History
+from verifiers.monitoring.trends import LEAST_POINTS, find_trends
+
+POINTS = 30
+
+
+def line(first: float, last: float, points: int = POINTS) -> list[float]:
+    """Return a straight line with a small wave on it."""
+    return [first + (last - first) * at / (points - 1) + 0.01 * math.sin(at) for at in range(points)]
+
+
+def history(points: int = POINTS, evals: Evaluations | None = None, **columns: list[float]) -> History:
+    named = {name.replace("__", "/"): array("d", values) for name, values in columns.items()}
+    named.setdefault("reward", array("d", line(0.2, 0.9, points)))
+    evaluations = {} if evals is None else {"eval_reward": evals}
+    return History(steps=array("d", range(points)), columns=named, evaluations=evaluations)
+
+
+def sample(text: str, reward: float | None, question: str = "2+2?") -> dict[str, Any]:
+    return {"prompt": [{"text": question}], "rollouts": [{"reward": reward, "completion": [{"text": text}]}]}
+
+
+FLAT = Evaluations([0.0, 15.0, 29.0], [0.3, 0.31, 0.3], [0.02, 0.02, 0.02], trained_on=False)
+RISING = Evaluations([0.0, 15.0, 29.0], [0.3, 0.5, 0.8], [0.02, 0.02, 0.02], trained_on=False)
+GOOD = [sample("4", 1.0)] * 30
+SHARE = "completions__frac_identical_groups"
+
+
+@pytest.mark.parametrize(
+    ("found", "run", "samples"),
+    [
+        ("not what is evaluated", history(evals=FLAT), []),
+        (
+            "one reward for another",
+            history(rewards__format__mean=line(0.1, 1.0), rewards__right__mean=line(0.6, 0.2)),
+            [],
+        ),
+        ("longer with the reward", history(completions__mean_length=line(100, 400)), []),
+        ("always the same", history(**{SHARE: line(0.0, 0.6)}), []),
+        ("paid for nothing", history(), [*GOOD, *[sample("", 1.0)] * 15]),
+        ("paid for nothing", history(), [*GOOD, *[sample("<think> so it is 4", 0.9)] * 15]),
+        ("paid for nothing", history(), [*GOOD, *[sample("2+2?", 0.9)] * 15]),
+    ],
+)
+def test_what_speaks_against_a_rising_reward_is_named(found: str, run: History, samples: list[Any]) -> None:
+    (finding,) = find_trends(run, samples)
+    assert finding.kind == found
+    assert finding.text
+    assert finding.advice
+
+
+@pytest.mark.parametrize(
+    ("run", "samples"),
+    [
+        (history(evals=RISING), GOOD),
+        # eval rows that are trained on say nothing, nor does one evaluation
+        (history(evals=Evaluations([0.0, 29.0], [0.3, 0.3], [0.02, 0.02], trained_on=True)), []),
+        (history(evals=Evaluations([0.0], [0.3], [0.02], trained_on=False)), []),
+        (history(rewards__format__mean=line(0.1, 1.0), rewards__right__mean=line(0.2, 0.9)), []),
+        # longer by a little, and longer before the reward rose
+        (history(completions__mean_length=line(100, 120)), []),
+        (history(completions__mean_length=line(400, 100)), []),
+        # unpaid, few, and long ago
+        (history(), [*GOOD, *[sample("", 0.0)] * 15]),
+        (history(), [*GOOD, *[sample("", 1.0)] * 2]),
+        (history(), [*[sample("", 1.0)] * 8, *GOOD]),
+        (history(), [*GOOD, sample("", None)]),
+        # the reward does not rise, or nobody can tell yet
+        (history(reward=line(0.5, 0.5), evals=FLAT), []),
+        (history(LEAST_POINTS - 1, evals=FLAT), []),
+        (History(), []),
+    ],
+)
+def test_a_run_that_learns_what_was_meant_is_left_alone(run: History, samples: list[Any]) -> None:
+    assert find_trends(run, samples) == []
