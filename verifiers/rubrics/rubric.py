@@ -91,6 +91,8 @@ class Rubric:
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
         set_extra_keywords(self, kwargs)
+        if parser is not None and not (hasattr(parser, "parse_answer") or hasattr(parser, "parse")):
+            raise ConfigError(f"parser is {parser!r:.100}; give a parser, and reward functions as funcs=[...].")
         self.parser = parser if parser is not None else Parser()
         self.parallelize_scoring = parallelize_scoring
         self.class_objects: dict[str, Any] = {"parser": self.parser}
