@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from verifiers.errors import GradingError
+from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rubrics import Rubric
 from verifiers.types import FailedGrade, RolloutScore, State
