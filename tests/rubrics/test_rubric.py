@@ -59,7 +59,7 @@ def test_a_mock_is_a_reward_function_without_bounds() -> None:
 
 def test_functions_in_the_parsers_place_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parser is \[.*; give a parser, and reward functions as funcs="):
-        vf.JudgeRubric([lambda completion: 1.0])  # type: ignore[arg-type]
+        Rubric(parser=[lambda completion: 1.0])  # type: ignore[arg-type]
 
 
 async def test_arguments_are_injected_by_name() -> None:
