@@ -161,7 +161,7 @@ def same_step(turn: Turn) -> str:
 
 
 COMPLETE_SEQUENCE: dict[str, Policy] = {
-    "oracle": lambda turn: " " + ", ".join(turn.answer.split()) + "\n",
+    "oracle": lambda turn: f" {turn.answer}\n",
     "same_step": same_step,
     "last_number": lambda turn: ", ".join([str(shown(turn)[-1])] * 3),
 }

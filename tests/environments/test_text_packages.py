@@ -110,4 +110,4 @@ def test_sequences_are_completions_of_plain_text() -> None:
     ],
 )
 def test_terms_count_up_to_the_first_wrong_one(completion: str, share: float) -> None:
-    assert complete_sequence.continued(completion, "10 12 14") == pytest.approx(share)
+    assert complete_sequence.continued(completion, "10, 12, 14") == pytest.approx(share)
