@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from verifiers.cli.evaluate import main as evaluate
-from verifiers.cli.main import COMMANDS, Command, CommandFailedError, run_command
+from verifiers.cli.main import COMMANDS, Command, CommandFailedError, run_command, tui
 from verifiers.cli.main import main as umbrella
 from verifiers.errors import ConfigError, GradingError
 
@@ -154,7 +154,7 @@ def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("call", "instead"),
     [
-        (lambda: umbrella(["tui"]), "there is no command 'tui'; 'vf view' shows runs in a browser."),
+        (tui, "there is no command 'tui'; 'vf view' shows runs in a browser."),
         (lambda: umbrella(["vllm"]), "vf-vllm comes with the package verifiers-vllm"),
         (
             lambda: evaluate(["toy", "-m", "fake", "--save-every", "3"]),
@@ -172,6 +172,8 @@ def test_what_the_classic_package_had_is_told_what_there_is_instead(
 
 def test_every_command_of_the_project_is_on_the_page_and_can_be_called() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    # the classic package's, which says what there is instead
+    assert scripts.pop("vf-tui") == "verifiers.cli.main:tui"
     assert set(scripts) <= set(sections())
     assert {f"vf-{name}" for name in COMMANDS} == {*scripts} - {"vf"}
     for command, target in scripts.items():

@@ -41,6 +41,19 @@ def test_a_trainer_that_mostly_waits_is_rollout_bound_and_the_number_is_told() -
     assert "max_concurrent above 64" in full.advice
 
 
+def test_a_server_that_tells_its_load_is_believed() -> None:
+    waits = {"wait": 71.0, "train": 29.0}
+    full = find_bottleneck(run(waits, server_read=50.0, server_full=45.0), num_batches_ahead=1)
+    assert full.text.endswith(
+        "71 % of the time; the server is full: requests waited there for 90 % of its working time"
+    )
+    assert full.advice.startswith("more servers (server_urls)")
+    room = find_bottleneck(run(waits, server_read=50.0, server_full=0.0), num_batches_ahead=1, max_concurrent=1024)
+    assert "the server has room: requests waited there for 0 %" in room.text
+    assert room.advice == "num_batches_ahead=2"
+    assert find_bottleneck(run(waits, server_read=9.0), num_batches_ahead=1, max_concurrent=64).advice.endswith("64")
+
+
 def test_sides_that_share_cores_are_told_to_take_turns_and_then_that_they_do() -> None:
     time = run({"wait": 40.0, "train": 60.0})
     together = find_bottleneck(time, num_batches_ahead=1, shares_cores=True)

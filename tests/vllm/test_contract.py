@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import vllm_world
 
+from verifiers.inference.server_load import ServerLoad
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,13 @@ def openapi(server: vllm_world.Server) -> dict[str, Any]:
 def test_the_route_is_there_and_listed(openapi: dict[str, Any], route: str) -> None:
     assert ROUTES[route] in openapi["paths"].get(route, {})
     assert f"`{route}`" in (ROOT / "docs/training.md").read_text()
+
+
+def test_it_tells_how_full_it_is(server: vllm_world.Server) -> None:
+    server.sample([1, 2, 3])
+    load = ServerLoad()
+    assert load.take(server.metrics())
+    assert load.metrics().keys() == {"server/running", "server/waiting", "server/cache_use"}
 
 
 @pytest.mark.parametrize("schema", FIELDS)

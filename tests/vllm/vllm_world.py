@@ -115,9 +115,12 @@ class Server:
 
     def generated_tokens(self) -> float:
         """Return how many tokens it has sampled since it started."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = self.metrics().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
 
     def sample(self, prompt_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
         """One choice of /inference/v1/generate."""

@@ -306,6 +306,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code or DONE)
 
 
+def tui() -> int:
+    """Say what there is instead of the classic command vf-tui."""
+    return main(["tui"])
+
+
 def parser() -> CommandParser:
     """Return the parser of `vf`, for its help."""
     vf = CommandParser(
@@ -327,7 +332,7 @@ def _commands_of_other_packages() -> dict[str, EntryPoint]:
 
     scripts = {point.name: point for point in entry_points(group="console_scripts") if point.name.startswith("vf-")}
     found = {name.removeprefix("vf-"): point for name, point in scripts.items()}
-    return {name: point for name, point in sorted(found.items()) if name not in COMMANDS}
+    return {name: point for name, point in sorted(found.items()) if name not in {*COMMANDS, "tui"}}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from verifiers.inference.server_client import (
     log_retry,
     passes_in_place,
 )
+from verifiers.inference.server_load import ServerLoad
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.loop_thread import LoopThread
 
@@ -41,6 +42,9 @@ T = TypeVar("T")
 
 CHECK_INTERVAL_S = 1.0
 """Seconds between two checks of a server."""
+
+LOAD_INTERVAL_S = 5.0
+"""Seconds between two readings of how full a server is."""
 
 SHUTDOWN_S = 1.0
 """Seconds to wait for an unresponsive server at the end of a run."""
@@ -88,6 +92,7 @@ class Replica:
         verified_at: start of the newest version check that found pushed weights.
         is_partially_loaded: its last load failed, so that the next one may mix tensors of both.
         resets_cache: it has the route /reset_prefix_cache.
+        tells_load: its /metrics has counts of requests, as far as is known.
         repeated_loads: number of times it got weights again: it was restarted, or a load before had failed.
         check: the running check of its health and version.
     """
@@ -102,6 +107,7 @@ class Replica:
     is_paused: bool = False
     is_partially_loaded: bool = False
     resets_cache: bool = True
+    tells_load: bool = True
     repeated_loads: int = 0
     check: asyncio.Task[None] | None = None
 
@@ -217,6 +223,7 @@ class ServerPool:
         self._current: WeightUpdate | None = None
         self._pushed: set[str] = set()
         self._is_connected = False
+        self._load, self._load_read_at = ServerLoad(), -float("inf")
         self._went_down_at = time.monotonic()
         self._thread: LoopThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -306,7 +313,7 @@ class ServerPool:
 
     async def close(self) -> None:
         if self._loop is asyncio.get_running_loop():
-            for task in (self._watching, *(replica.check for replica in self.replicas)):
+            for task in (self._watching, self._reading_load, *(replica.check for replica in self.replicas)):
                 if task is not None:
                     task.cancel()
         for backend in self.backends:
@@ -399,6 +406,7 @@ class ServerPool:
         self._updating = asyncio.Lock()
         self._went_down, self._came_up = asyncio.Event(), asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._reading_load: asyncio.Task[None] | None = None
         for replica in self.replicas:
             replica.check = None
 
@@ -441,6 +449,25 @@ class ServerPool:
             self._went_down.clear()
             for replica in self.replicas:
                 self._check(replica)
+            is_read = self._reading_load is None or self._reading_load.done()
+            if is_read and time.monotonic() >= self._load_read_at + LOAD_INTERVAL_S:
+                self._load_read_at = time.monotonic()
+                self._reading_load = asyncio.create_task(self._read_load())
+
+    async def _read_load(self) -> None:
+        for replica in self.replicas:
+            if replica.down is None and replica.tells_load:
+                with contextlib.suppress(NoAnswerError):
+                    try:
+                        text = await replica.server.request("GET", "/metrics", timeout_s=HEALTH_S)
+                        replica.tells_load = isinstance(text, str) and self._load.take(text)
+                    except RefusedError:
+                        replica.tells_load = False
+
+    def take_load(self) -> ServerLoad:
+        """Return how full the servers were since the last call."""
+        load, self._load = self._load, ServerLoad()
+        return load
 
     def _check(self, replica: Replica) -> asyncio.Task[None]:
         if replica.check is None or replica.check.done():

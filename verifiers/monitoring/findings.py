@@ -68,6 +68,7 @@ def find_bottleneck(
     checkpoints; or training itself, where the rollout server is idle a quarter of the time. Where waiting or one of
     the others takes a quarter, or the server is idle, but no part takes half, the run is "mixed": the text lists the
     parts, the largest first.
+    Whether the server has room for more rollouts is what its own counts say, where it has some.
     While the trainer waits, fewer rollouts than half of the most that ran at once are stragglers; where mostly none
     runs and some are scored, the scoring is the bottleneck.
 
@@ -143,7 +144,11 @@ def _waiting(
     if is_straggling:
         ran = f"{running:.0f}" if running >= 10 else f"{running:.1f}"
         text += f", while {ran} of at most {time.most_in_flight:.0f} rollouts ran"
-    is_full = max_concurrent is not None and time.most_in_flight >= max_concurrent
+    reaches_limit = max_concurrent is not None and time.most_in_flight >= max_concurrent
+    is_full = time.full is not None and time.full >= MAJORITY
+    if time.full is not None:
+        room = "is full" if is_full else "has room"
+        text += f"; the server {room}: requests waited there for {_percent(time.full)} of its working time"
     more_ahead = f"num_batches_ahead={num_batches_ahead + 1}"
     if max_staleness is not None:
         more_ahead += " (and a max_staleness that allows it)"
@@ -160,19 +165,17 @@ def _waiting(
             "drop_stragglers_after and a shorter max_completion_length, which end them"
         )
     elif is_full:
-        advice = (
-            f"a max_concurrent above {max_concurrent}, where the server has room; else more servers (server_urls)"
-        )
+        advice = _OTHER_SERVERS
     else:
         # answers that take long on a server that is not full come as fast when more of them are asked for
-        advice = (
-            f"{more_ahead}, where the server has room for more than "
-            f"{time.most_in_flight:.0f} rollouts at once; else more servers (server_urls), a faster one, or a "
-            "shorter max_completion_length"
-        )
+        advice = f"a max_concurrent above {max_concurrent}" if reaches_limit else more_ahead
+        if time.full is None:
+            room = f"room for more than {time.most_in_flight:.0f} rollouts at once"
+            advice += f", where the server has {room}; else {_OTHER_SERVERS}"
     return Finding("straggler-bound" if is_straggling else "rollout-bound", text, advice)
 
 
+_OTHER_SERVERS = "more servers (server_urls), a faster one, or a shorter max_completion_length"
 _OVERHEADS = {
     "sync": (
         "sync-bound",

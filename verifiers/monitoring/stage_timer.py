@@ -206,6 +206,8 @@ class RunTime:
         scored_alone: in which the trainer waited and rollouts were scored, but none ran.
         waiting_rollouts: rollout-seconds run while the trainer waited.
         most_in_flight: the most rollouts that ran at once outside evaluation.
+        server_read: in intervals that know how full the servers were.
+        server_full: of these, in which requests waited at a server, by the share of its readings.
         peak_gib: highest memory by stage.
     """
 
@@ -217,6 +219,8 @@ class RunTime:
     scored_alone: float = 0.0
     waiting_rollouts: float = 0.0
     most_in_flight: float = 0.0
+    server_read: float = 0.0
+    server_full: float = 0.0
     sampled_tokens: float = 0.0
     trained_tokens: float = 0.0
     peak_gib: dict[str, float] = field(default_factory=dict)
@@ -243,6 +247,11 @@ class RunTime:
         return min(1.0, self.server / self.wall) if self.wall > 0 else 0.0
 
     @property
+    def full(self) -> float | None:
+        """The part of the time for which requests waited at a busy server; None where no server told."""
+        return self.server_full / self.server_read if self.server_read > 0 else None
+
+    @property
     def in_flight_while_waiting(self) -> float:
         """Rollouts that ran while the trainer waited, on average."""
         waited = self.stages.get("wait", 0.0)
@@ -267,6 +276,9 @@ class RunTime:
         waited = steps * _number(line, "time/wait_s")
         self.waiting_rollouts += waited * _number(line, "rollouts/in_flight_while_waiting")
         self.most_in_flight = max(self.most_in_flight, _number(line, "rollouts/most_in_flight"))
+        if "server/full" in line:
+            self.server_read += wall
+            self.server_full += wall * _number(line, "server/full")
         self.sampled_tokens += wall * _number(line, "tokens/sampled_per_s")
         self.trained_tokens += wall * _number(line, "tokens/trained_per_s")
 

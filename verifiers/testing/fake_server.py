@@ -84,8 +84,8 @@ _BACKLOG = 4096
 class FakeOpenAIServer:
     """A scripted server: `async with FakeOpenAIServer("4") as server`, the same with `with`, or `start`/`stop`.
 
-    Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, and vLLM's routes for weights and pauses,
-    which record their calls. While paused, generation requests wait for /resume. Token ids are code points of
+    Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and vLLM's routes for weights and
+    pauses, which record their calls. While paused, generation requests wait for /resume. Token ids are code points of
     the rendered conversation (`testing.script`), so that turns extend one another. A function among the
     answers or faults runs on the server's thread; what it raises is answered with 500 and kept in `errors`.
 
@@ -251,7 +251,7 @@ class FakeOpenAIServer:
             app.router.add_post(path, self._generate)
         for path in _WEIGHT_ROUTES:
             app.router.add_route("*", path, self._weights)
-        for path in ("/health", "/v1/models"):
+        for path in ("/health", "/v1/models", "/metrics"):
             app.router.add_get(path, self._describe)
         # cancellation tells a fake that its caller has gone, so that in_flight is true
         return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSING_S)
@@ -286,6 +286,11 @@ class FakeOpenAIServer:
         fault = self._route_fault(request.path)
         if fault is not None:
             return await _fault_reply(fault, request, self._stopping)
+        if request.path == "/metrics":
+            waiting = self.in_flight if self.paused else 0
+            counts = {"running": self.in_flight - waiting, "waiting": waiting}
+            lines = [f'vllm:num_requests_{name}{{engine="0"}} {count:.1f}\n' for name, count in counts.items()]
+            return web.Response(text="".join(lines))
         return web.json_response(self._models() if request.path == "/v1/models" else {"status": "ok"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

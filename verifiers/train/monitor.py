@@ -16,7 +16,7 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import NothingScoredError
 from verifiers.evals.provenance import versions
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.server_pool import credentials
+from verifiers.inference.server_pool import ServerPool, credentials
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.findings import Finding, LearningSignal, find_bottleneck
 from verifiers.monitoring.run_log import (
@@ -96,6 +96,7 @@ class RunMonitor:
         self._samples = SampleChoice(plan.max_steps)
         self._judged_by: dict[str, Any] = {"num_batches_ahead": 0}
         self._failures: Counter[str] = Counter()
+        self._servers: Backend | None = None
         self._noted_step = 0
         self._logged_step = 0
         self._interval_steps = 0
@@ -120,7 +121,7 @@ class RunMonitor:
             servers: what rollouts are sent to; its credentials are redacted.
             drains: rollouts in flight end before each push.
         """
-        args = self._args
+        args, self._servers = self._args, servers
         settings = args.to_dict()
         env_args = getattr(self._env, "env_args", None) or {}
         urls = list(args.server_urls or [args.server_url])
@@ -193,7 +194,8 @@ class RunMonitor:
         (sampled, trained), self._tokens = self._tokens, (0.0, 0.0)
         if steps <= 0:
             return {}
-        return interval_metrics(uses, steps, sampled_tokens=sampled, trained_tokens=trained)
+        load = self._servers.take_load().metrics() if isinstance(self._servers, ServerPool) else {}
+        return {**interval_metrics(uses, steps, sampled_tokens=sampled, trained_tokens=trained), **load}
 
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
         """Take in what was logged."""

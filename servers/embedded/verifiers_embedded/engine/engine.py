@@ -69,7 +69,7 @@ class Engine:
     ) -> None:
         self._model = model
         self._decode, self._is_byte = decode, is_byte
-        self._slots = slots
+        self.slots = slots
         self._threads = threads
         self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens)
         self._wake = threading.Condition()
@@ -266,7 +266,7 @@ class Engine:
         seen = 0
         while (
             not (self._batch.sequences or self._commands or self._stopping)
-            and seen < len(self._waiting) < self._slots
+            and seen < len(self._waiting) < self.slots
             and time.monotonic() < until
         ):
             seen = len(self._waiting)
@@ -281,7 +281,7 @@ class Engine:
             self._batch.keep_only(keep)
 
     def _admit(self) -> None:
-        free = self._slots - len(self._batch.sequences)
+        free = self.slots - len(self._batch.sequences)
         admitted: list[Sequence] = []
         while self._waiting and len(admitted) < free:
             held = [*self._batch.sequences, *admitted]

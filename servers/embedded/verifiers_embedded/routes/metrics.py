@@ -28,6 +28,7 @@ class Metrics:
 
         show("vf_sequences_running", "Sequences that have a slot", lambda: engine.counts["running"])
         show("vf_sequences_waiting", "Sequences that wait for a slot", lambda: engine.counts["waiting"])
+        show("vf_slots_used", "Share of the slots that are taken", lambda: engine.counts["running"] / engine.slots)
         show("vf_prefix_hits", "Prompts that continue a finished sequence", lambda: engine.prefixes["hits"])
         show(
             "vf_prefix_tokens_reused",

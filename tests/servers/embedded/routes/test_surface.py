@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from verifiers.inference.server_load import ServerLoad
+
 
 async def test_several_choices_differ_and_the_first_is_that_of_a_single_one(start: Any) -> None:
     server = await start()
@@ -151,6 +153,16 @@ async def test_metrics_count_what_was_done(start: Any) -> None:
     assert 'vf_completions_total{finish_reason="length"} 2.0' in text
     assert 'vf_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in text
     assert "vf_sequences_running 0.0" in text
+
+
+async def test_a_server_whose_slots_are_taken_says_that_it_is_full(start: Any) -> None:
+    server, load = await start(slots=2), ServerLoad()
+    asked = [asyncio.create_task(server.chat(ignore_eos=True, max_tokens=60)) for _ in range(6)]
+    while load.full < 1 or load.cache_use < 1:
+        async with server.session.get(server.base + "/metrics") as response:
+            assert load.take(await response.text())
+    assert load.running == 2 * load.cache_use
+    await asyncio.gather(*asked)
 
 
 async def test_the_openai_package_streams_completes_and_counts(start: Any) -> None:
