@@ -202,6 +202,90 @@ async def test_a_sound_environment_has_none() -> None:
     assert await kinds_of(sound()) == {}
 
 
+def ends_well(completion: Any, **kwargs: Any) -> float:
+    return 0.5 * completion[-1]["content"].endswith(("e", "d", "y")) + 0.1
+
+
+def passes_tests(completion: Any, answer: str) -> float:
+    return float("def solve" in completion[-1]["content"] and "input" in answer)
+
+
+def follows_the_info(completion: Any, info: dict[str, Any], **kwargs: Any) -> float:
+    return float(completion[-1]["content"] == info["wanted"])
+
+
+def in_three_sentences(completion: Any) -> float:
+    return float(completion[-1]["content"].count(".") == 3)
+
+
+def alike(completion: Any, answer: str) -> float:
+    return len(set(completion[-1]["content"].split()) & set(answer.split())) / len(answer.split())
+
+
+def starts_right(completion: Any, answer: str) -> float:
+    return float(completion[-1]["content"].startswith(answer))
+
+
+def with_rows(func: Callable[..., float] | list[Callable[..., float]], rows: Any, **options: Any) -> vf.Environment:
+    return single(func, rows, rows, parser=vf.Parser(), **options)
+
+
+RECORDS = [{"question": f"Write of {name}.", "answer": {"form": name}} for name in NAMES]
+TESTED: Rows = [{**row, "answer": f'{{"input": {n}}}', "info": {"wanted": f"{n}"}} for n, row in enumerate(ROWS)]
+LETTERS: Rows = [{"question": f"{n}: A, B or C?", "answer": "ABC"[n % 3]} for n in range(16)]
+UNASKED: dict[str, Callable[[], vf.Environment]] = {
+    "a record": lambda: with_rows(ends_well, RECORDS),
+    "of another kind": lambda: with_rows(ends_well, ROWS),
+    "tests of a program": lambda: with_rows(passes_tests, TESTED),
+    "told in the info": lambda: with_rows(follows_the_info, TESTED),
+}
+
+
+@pytest.mark.parametrize("kind", UNASKED)
+async def test_answers_that_no_reward_asks_for_are_a_note(kind: str) -> None:
+    found = await kinds_of(UNASKED[kind]())
+    assert found.pop("no-right-answer") == "note"
+    assert not [name for name in found if name.startswith(("paid-", "right-", "never-", "answer-in-"))]
+
+
+async def test_a_right_answer_may_earn_more_than_the_answer_alone() -> None:
+    rows = [{"question": f"Sum up: {name} of {name[::-1]}.", "answer": f"{name} of {name[::-1]}"} for name in NAMES]
+    found = await kinds_of(with_rows([in_three_sentences, alike], rows, weights=[1.0, 0.4]))
+    assert {"never-differs", "paid-another-answer", "paid-two-answers"}.isdisjoint(found)
+
+
+async def test_nothing_that_gets_half_is_an_error() -> None:
+    def half(completion: Any, answer: str, parser: Any) -> float:
+        return 0.5 + 0.5 * right(completion, answer, parser)
+
+    found = await kinds_of(single(half))
+    assert (found.get("paid-empty"), found.get("paid-whitespace")) == ("error", "error")
+    assert "paid-another-answer" not in found
+
+
+async def test_the_first_of_all_options_is_right_by_luck() -> None:
+    found = await kinds_of(with_rows(starts_right, LETTERS))
+    assert "paid-every-option" not in found
+    assert found.get("paid-two-answers") == "warning"
+
+
+async def test_the_material_of_a_task_is_no_leak() -> None:
+    copied = [{"question": f"Copy: {story(name)['question']}", "answer": story(name)["question"]} for name in NAMES]
+    assert "answer-in-prompt" not in await kinds_of(single(rows=copied[:12], evals=copied[12:]))
+
+
+async def test_an_answer_that_is_one_of_some_others_is_no_leak() -> None:
+    pairs = [(NAMES[n], NAMES[(n + 1 + n % 3) % 20]) for n in range(20)]
+    cubes = [{"question": f"{one} and {two}: what is on top?", "answer": one} for one, two in pairs]
+    assert "answer-in-prompt" not in await kinds_of(single(rows=cubes[:12], evals=cubes[12:]))
+
+
+async def test_boards_of_a_few_symbols_are_not_near_one_another() -> None:
+    boards = ["".join(random.Random(at).choices("AB", k=24)) for at in range(20)]
+    rows, evals = ([{"question": mark.join(board), "answer": "3"} for board in boards] for mark in (" #", "# "))
+    assert "eval-nearly-trained-on" not in await kinds_of(single(rows=rows, evals=evals))
+
+
 async def test_choices_in_a_prompt_and_a_hidden_word_are_no_leak() -> None:
     found = await kinds_of(single(rows=CHOICES, evals=CHOICES[:1]))
     assert "answer-in-prompt" not in found

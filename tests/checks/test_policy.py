@@ -79,6 +79,22 @@ async def test_what_keeps_a_model_from_learning_is_named(
     assert findings.get(kind) == severity
 
 
+async def test_a_call_of_a_tool_is_no_answer_that_nobody_reads() -> None:
+    async def look(word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: the word.
+        """
+        return word
+
+    env = vf.ToolEnv(
+        tools=[look], max_turns=1, dataset=ROWS, eval_dataset=ROWS, rubric=vf.Rubric([lambda state: 1.0])
+    )
+    findings, _ = await found_with(env, {"tool_calls": [{"name": "look", "arguments": {"word": "a"}}]})
+    assert "no-answer-read" not in findings
+
+
 async def test_a_limit_that_cuts_is_answered_by_a_longer_one() -> None:
     _, numbers = await found_with(env_of(), "<answer>" + "9" * 300 + "</answer>", max_tokens=100)
     assert numbers["suggested_max_completion_length"] >= 200

@@ -48,7 +48,11 @@ async def check_environment(
         severity: Severity = "note" if judged else "error"
         report.add("rewards", [CheckFinding(kind, severity, "rubric", str(error), "mend that first.")], {})
         return report
-    report.add("rewards", *await check_rewards(env, rows))
+    found, numbers = await check_rewards(env, rows)
+    if not numbers.get("tells_right", True):
+        # copying what is not asked for earns nothing
+        report.findings = [one for one in report.findings if one.kind != "answer-in-prompt"]
+    report.add("rewards", found, numbers)
     if run is not None:
         requests = iter_requests(env.rows_to_evaluate(prompts), rollouts_per_example, None)
         report.add("policy", *await check_policy(env, run, list(requests)))

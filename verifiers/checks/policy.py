@@ -121,19 +121,26 @@ def _lengths(ended: Sequence[Rollout], numbers: dict[str, Any], sampling: dict[s
 
 def _unread(env: Any, ended: Sequence[Rollout], numbers: dict[str, Any]) -> Iterator[CheckFinding]:
     unread = []
-    for rollout in ended:
+    # a call of a tool is an answer of its own
+    said = [rollout for rollout in ended if not _calls_a_tool(rollout)]
+    for rollout in said:
         member = env.get_env_for_task(rollout.task) if hasattr(env, "get_env_for_task") else env
         try:
             if member.parser.parse_answer(rollout.completion) in (None, ""):
                 unread.append(rollout)
         except Exception:
             unread.append(rollout)  # a parser of the user's own may refuse anything
-    numbers["no_answer_read"] = _share(len(unread), len(ended))
-    if len(unread) > _MOST_UNREAD * len(ended):
+    numbers["no_answer_read"] = _share(len(unread), len(said))
+    if len(unread) > _MOST_UNREAD * len(said):
         rows = dict.fromkeys(rollout.key.example_id for rollout in unread)
-        text = f"the parser reads no answer from {len(unread)} of {len(ended)} completions"
+        text = f"the parser reads no answer from {len(unread)} of {len(said)} completions"
         mend = "tell the format in the prompt, with an example, or train the format first."
         yield CheckFinding("no-answer-read", "warning", named_rows(rows), text, mend)
+
+
+def _calls_a_tool(rollout: Rollout) -> bool:
+    last = rollout.completion[-1] if isinstance(rollout.completion, list) and rollout.completion else {}
+    return bool(last.get("tool_calls")) or last.get("role") == "tool"
 
 
 def _format_alone(env: Any, ended: Sequence[Rollout], numbers: dict[str, Any]) -> Iterator[CheckFinding]:

@@ -24,6 +24,7 @@ from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import JudgeRubric
 from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.scoring import parameters_of, reward_name
 from verifiers.testing.fake_model import rubrics_of
 from verifiers.types import Outcome, RolloutKey
 
@@ -33,7 +34,8 @@ BLOCK = 2**31 - 1
 _TIMEOUT_S = 60.0
 _AT_ONCE = 16
 _SAME = 1e-9
-_PAID_ROWS = 0.25
+_PAID_ROWS, _LUCKY_ROWS = 0.25, 0.5
+_WINS = 3
 _SLOW_S, _LATE_S, _BEAT_S = 1.0, 0.25, 0.01
 _MOST_ANSWERS = 500
 
@@ -88,16 +90,18 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
     together, probed = await _play_together(env, texts)
     everything = [*alone.values(), *again.values(), *together.values()]
     everything += [rollout for by_name in probed.values() for rollout in by_name.values()]
+    tells_right = bool(texts.right) and _tells_right(alone, probed)
+    unearned = _unearned(env, everything)
     findings = [
         *_failures(alone, probed),
-        *_right_answers(texts, alone),
-        *_paid(env, texts, alone, probed),
+        *_right_answers(env, texts, alone, tells_right=tells_right),
+        *_paid(env, texts, alone if tells_right else {}, probed, sum(unearned.values())),
         *_other_numbers(env, alone, again, together),
         *await _beside_others(env, texts, alone),
-        *_functions(env, everything, knows_right=_best(alone) > 0),
+        *(_functions(env, everything, unearned) if tells_right else ()),
         *_times(again, late_s),
     ]
-    return findings, _numbers(texts, alone, probed, everything, seconds)
+    return findings, {**_numbers(texts, alone, probed, everything, seconds), "tells_right": tells_right}
 
 
 # -- rows, texts and rollouts ----------------------------------------------------------------------------------------
@@ -214,10 +218,30 @@ def _failures(alone: Played, probed: Mapping[str, Played]) -> Iterator[CheckFind
         yield CheckFinding(kind, "error", where[0], text, mend)
 
 
-def _right_answers(texts: _Texts, alone: Played) -> Iterator[CheckFinding]:
-    if not texts.right:
-        text = "no row's answer could be written as the parser reads it, so what a right answer earns is not known"
-        mend = "where rows have answers, see by vf-play whether the parser reads what a policy is asked to write."
+def _tells_right(alone: Played, probed: Mapping[str, Played]) -> bool:
+    """Return whether right answers mostly earn more than other rows' ones; else the answers are not what is paid."""
+    wrong = probed.get("another-answer") or probed.get("empty", {})
+    pairs = [(alone[place].reward, wrong[place].reward) for place in alone.keys() & wrong.keys()]
+    gains = [right - other for right, other in pairs if right is not None and other is not None]
+    return sum(gain > _SAME for gain in gains) > _WINS * sum(gain < -_SAME for gain in gains)
+
+
+def _compares_answers(env: Any, request: RolloutRequest) -> bool:
+    """Return whether a reward reads the row's answer, and that is a text: no record of tests, or of what to do."""
+    member = env.get_env_for_task(request.task) if hasattr(env, "get_env_for_task") else env
+    weighted = zip(member.get_reward_funcs(), member.get_reward_weights(), strict=False)
+    reads = any(weight and "answer" in parameters_of(func)[0] for func, weight in weighted)
+    return reads and not str(request.answer).startswith(('{"', '[{"'))
+
+
+def _right_answers(env: Any, texts: _Texts, alone: Played, *, tells_right: bool) -> Iterator[CheckFinding]:
+    is_compared = any(_compares_answers(env, texts.requests[place]) for place in texts.right)
+    if not texts.right or not (tells_right or (is_compared and _best(alone) <= 0)):
+        why = "earn no more than wrong ones" if texts.right else "could not be written as the parser reads them"
+        text = f"the rows' answers {why}, so what a right answer earns is not known"
+        mend = (
+            "where a policy is to write these answers, see by vf-play what is read from them, and compared to them."
+        )
         yield CheckFinding("no-right-answer", "note", "rows", text, mend)
         return
     rewards = {place: rollout.reward for place, rollout in alone.items() if rollout.reward is not None}
@@ -236,16 +260,25 @@ def _right_answers(texts: _Texts, alone: Played) -> Iterator[CheckFinding]:
         yield CheckFinding("right-less-rewarded", "warning", named_rows(low), text, mend)
 
 
-def _paid(env: Any, texts: _Texts, alone: Played, probed: Mapping[str, Played]) -> Iterator[CheckFinding]:
-    whole = _whole_reward(env, alone if texts.right else {})
+def _paid(
+    env: Any, texts: _Texts, alone: Played, probed: Mapping[str, Played], unearned: float
+) -> Iterator[CheckFinding]:
+    """Find probes that earn over half of what the right answers do, if any are known, and may earn beside."""
+    whole = _whole_reward(env, alone)
     for name, played in probed.items():
+        if name in HEDGED and not alone:
+            continue
         found = {}
+        # saying nothing deserves nothing, and not half
+        margin = -_SAME if name in ("empty", "whitespace") else _SAME
         for place, rollout in played.items():
-            right = alone[place].reward if place in texts.right and place in alone else None
-            full = right if right is not None and right > 0 else whole
-            if rollout.reward is not None and full > 0 and rollout.reward > 0.5 * full + _SAME:
+            right = alone[place].reward if place in alone else None
+            full = right + unearned if right is not None and right > 0 else whole
+            if rollout.reward is not None and full > 0 and rollout.reward > 0.5 * full + margin:
                 found[place] = (rollout.reward, full)
-        if len(found) >= max(1.0, _PAID_ROWS * len(played)):
+        # where the first answer counts, all of them are paid in the rows that it is right in
+        share = _LUCKY_ROWS if name == "every-option" else _PAID_ROWS
+        if len(found) >= max(1.0, share * len(played)):
             place, (reward, full) = next(iter(found.items()))
             said = texts.probes[place][name]
             text = f"{PROBES[name]} gets {reward:g} of {full:g} in {len(found)} of {len(played)} rows: {said!r:.100}"
@@ -311,14 +344,24 @@ def _differing(one: Played, two: Played) -> dict[str, tuple[int, float, float]]:
     return found
 
 
-def _functions(env: Any, rollouts: Sequence[Rollout], *, knows_right: bool) -> Iterator[CheckFinding]:
+def _functions(env: Any, rollouts: Sequence[Rollout], unearned: Mapping[str, float]) -> Iterator[CheckFinding]:
     weights = _weights(env)
     for name, values in _values(rollouts).items():
-        # where nothing right was said, 0 is what all deserve
-        if weights.get(name) and max(values) - min(values) <= _SAME and (knows_right or values[0]):
+        if weights.get(name) and name not in unearned and max(values) - min(values) <= _SAME:
             text = f"it gave {values[0]:g} to all {len(values)} rollouts, right and wrong"
             mend = "leave it out, or see why nothing changes it: a constant teaches nothing."
             yield CheckFinding("never-differs", "warning", f"{name!r}", text, mend)
+
+
+def _unearned(env: Any, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return weights of functions that read no answer and gave 0 to all texts: none of these may have been meant."""
+    values, weights = _values(rollouts), _weights(env)
+    reading = {reward_name(func) for func in env.get_reward_funcs() if "answer" in parameters_of(func)[0]}
+    return {
+        name: weights[name]
+        for name, given in values.items()
+        if weights.get(name, 0.0) > 0 and name not in reading and not any(given)
+    }
 
 
 def _times(again: Played, late_s: float) -> Iterator[CheckFinding]:

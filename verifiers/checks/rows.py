@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from verifiers.checks.check_report import CheckFinding, Severity, named_rows
@@ -21,7 +21,8 @@ _FEWEST_PIECES = 5
 _MOST_ROWS = 20_000
 _LEAKED = 0.5
 _FEW_PROMPTS = 0.05
-_SHORTEST_ANSWER = 3
+_FEWEST_WORDS = 7
+_SHORTEST_ANSWER, _MATERIAL, _CHOICES = 3, 0.5, 0.25
 
 CountTokens = Callable[[Any], int]
 Fields = tuple[Any, Any, str, Mapping[str, Any]]
@@ -119,7 +120,8 @@ def _answers_in_prompts(rows: list[Fields], kind: str) -> Iterator[CheckFinding]
     asked = [
         (place, question_text(prompt), str(answer))
         for place, (prompt, answer, *_) in enumerate(rows)
-        if len(str(answer)) >= _SHORTEST_ANSWER
+        # what makes up most of a prompt is what the task is about
+        if _SHORTEST_ANSWER <= len(str(answer)) < _MATERIAL * len(question_text(prompt))
     ]
     own = [place for place, text, answer in asked if _stands_in(answer, text)]
     others = 0
@@ -127,7 +129,7 @@ def _answers_in_prompts(rows: list[Fields], kind: str) -> Iterator[CheckFinding]
         other = next((found for _, _, found in (*asked[at + 1 :], *asked[:at]) if found != answer), None)
         others += other is not None and _stands_in(other, text)
     can_tell = len({answer for *_, answer in asked}) > 1
-    if can_tell and len(own) >= _LEAKED * len(asked) and others < 0.5 * len(own):
+    if can_tell and len(own) >= _LEAKED * len(asked) and others < _CHOICES * len(own):
         text = f"the answer stands in the prompt of {len(own)} of {len(asked)} rows, and a policy can copy it"
         mend = "take it out, unless finding it there is the task."
         yield CheckFinding("answer-in-prompt", "warning", named_rows(own, kind), text, mend)
@@ -181,8 +183,9 @@ def _near(training: list[Fields], evaluated: Mapping[int, Fields]) -> dict[int, 
     in_eval = Counter(piece for prompt, *_ in evaluated.values() for piece in _pieces(prompt))
     found = {}
     for place, (prompt, *_) in evaluated.items():
-        pieces = [piece for piece in _pieces(prompt) if len(places.get(piece, ())) < usual and in_eval[piece] < usual]
-        if len(pieces) >= _FEWEST_PIECES:
+        of_words = _pieces(prompt)
+        pieces = [piece for piece in of_words if len(places.get(piece, ())) < usual and in_eval[piece] < usual]
+        if sum(of_words[piece] for piece in pieces) >= _FEWEST_PIECES:
             shared = Counter(at for piece in pieces for at in places.get(piece, ()))
             share = max(shared.values(), default=0) / len(pieces)
             if share >= OVERLAP:
@@ -190,9 +193,11 @@ def _near(training: list[Fields], evaluated: Mapping[int, Fields]) -> dict[int, 
     return found
 
 
-def _pieces(prompt: Any) -> Iterable[int]:
+def _pieces(prompt: Any) -> Mapping[int, bool]:
+    """Return a prompt's pieces, and of each whether it is made of words: boards and grids repeat a few symbols."""
     words = re.findall(r"\w+", question_text(prompt).lower())
-    return {hash(tuple(words[at : at + NGRAM])) for at in range(len(words) - NGRAM + 1)}
+    pieces = (tuple(words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1))
+    return {hash(piece): len(set(piece)) >= _FEWEST_WORDS for piece in pieces}
 
 
 def _key_of_row(row: Fields) -> str:

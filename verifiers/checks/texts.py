@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verifiers.rubrics.judge_rubric import question_text
@@ -44,8 +44,8 @@ _MOST_OPTIONS = 20
 
 
 def writer_of(answer: Any, parser: Any) -> Write | None:
-    """Return what writes an answer so that the parser reads it; None where a row has none, or none is read."""
-    return form_of(str(answer), parser) if answer not in ("", None) else None
+    """Return what writes an answer so that the parser reads it; None where a row has no text, or none is read."""
+    return form_of(str(answer), parser) if answer not in ("", None) and not isinstance(answer, Mapping) else None
 
 
 def probes_of(
