@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches, padded_tokens
+from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches, computed_tokens
 from verifiers.train.batching.training_block import build_training_block
 from verifiers.types import Outcome, RolloutKey
 
@@ -127,7 +127,7 @@ def cut(trainer: Any, block: ScoredBlock, plan: BatchPlan, budget: int | None, *
     finally:
         trainer.args.max_tokens_per_micro_batch = None
     if budget is not None:
-        assert all(len(b["prompt_ids"]) == 1 or padded_tokens(b) <= budget for b in all_micro_batches(batches))
+        assert all(len(b["prompt_ids"]) == 1 or computed_tokens(b) <= budget for b in all_micro_batches(batches))
     return batches
 
 
@@ -246,7 +246,7 @@ def answer(body: dict[str, Any]) -> str | Fault:
     return "".join(draw.choice("abcdefgh ") for _ in range(draw.choice([1, 2, 3, 9])))
 
 
-def test_a_run_with_a_budget_reaches_the_weights_and_logs_of_one_without(
+def test_a_run_with_a_budget_or_shared_prompts_reaches_the_weights_and_logs_of_one_without(
     make_fake_trainer: Callable[..., Any],
 ) -> None:
     """Each block has two updates, two passes and a reference."""
@@ -254,23 +254,27 @@ def test_a_run_with_a_budget_reaches_the_weights_and_logs_of_one_without(
     # Adam would blow rounding of gradients near 0 up to whole steps
     options |= {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1.0}
     trained = []
-    for budget in (None, 60):
+    for budget, shares in ((None, False), (60, False), (None, True)):
         with FakeOpenAIServer(answer) as fake:
             env = tiny_world.Rewriting()
-            trained.append(make_fake_trainer(env, fake.url, max_tokens_per_micro_batch=budget, **options))
+            sizes = {"max_tokens_per_micro_batch": budget, "share_prefixes": shares}
+            trained.append(make_fake_trainer(env, fake.url, **sizes, **options))
             start = tiny_world.weights(trained[-1])
             trained[-1].train()
-    without, within = trained
+    without, within, shared = trained
     assert len(within.seen) > len(without.seen)
+    assert max(without.logged("rows/shared_share")) == 0 < min(shared.logged("rows/shared_share"))
     for batch in within.seen:
-        assert len(batch["prompt_ids"]) == 1 or padded_tokens(batch) <= within.args.max_tokens_per_micro_batch
-    before, after = tiny_world.weights(without), tiny_world.weights(within)
+        assert len(batch["prompt_ids"]) == 1 or computed_tokens(batch) <= within.args.max_tokens_per_micro_batch
+    before = tiny_world.weights(without)
     assert max(float((before[key] - tensor).abs().max()) for key, tensor in start.items()) > 1e-3
-    for key, tensor in before.items():
-        torch.testing.assert_close(after[key], tensor, atol=1e-5, rtol=1e-4)
+    for other in (within, shared):
+        for key, tensor in tiny_world.weights(other).items():
+            torch.testing.assert_close(tensor, before[key], atol=1e-5, rtol=1e-4)
     same = ("loss", "grad_norm", "entropy", "mismatch_kl", "clip_ratio/region_mean", "clip_ratio/high_max", "kl")
     for key in (*same, "reward", "rows/trained"):
-        assert within.logged(key) == pytest.approx(without.logged(key), rel=1e-3, abs=1e-4), key
+        for other in (within, shared):
+            assert other.logged(key) == pytest.approx(without.logged(key), rel=1e-3, abs=1e-4), key
     assert max(within.logged("rows/padding_share")) < 0.5 * min(without.logged("rows/padding_share"))
 
 
@@ -286,5 +290,5 @@ def test_a_row_over_the_budget_is_trained_alone_and_said_once(
     ]
     assert len(said) == 1
     assert "has a micro-batch of its own" in said[0]
-    assert all(len(batch["prompt_ids"]) == 1 for batch in trainer.seen if padded_tokens(batch) > 12)
+    assert all(len(batch["prompt_ids"]) == 1 for batch in trainer.seen if computed_tokens(batch) > 12)
     assert max(trainer.logged("rows/largest_micro_batch_tokens")) > 12

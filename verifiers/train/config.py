@@ -77,6 +77,10 @@ class GRPOConfig(trl.GRPOConfig):
             that is longer has a micro-batch of its own, and a log line says so. Left out, there are as many
             micro-batches as rows make at `per_device_train_batch_size` each, and none is larger than so many of the
             longest.
+        share_prefixes: compute what rows of a micro-batch begin with alike, such as the prompt of a group, once; each
+            row's rest is a branch of it. Log-probs, loss and gradients are those of separate rows. Off where it saves
+            less than a fifth of the tokens, and for models that do not compute both alike (linear attention, state
+            spaces, rows longer than a sliding window, attention kernels other than "sdpa").
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a micro-batch
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
@@ -140,6 +144,7 @@ class GRPOConfig(trl.GRPOConfig):
     kl_estimator: str | None = None
     kl_in_reward: bool = False
     max_tokens_per_micro_batch: int | None = None
+    share_prefixes: bool = True
     old_logprobs_batch_size: int | None = None
     rollout_device: str | None = None
     rollout_chunk_size: int = 64

@@ -211,8 +211,9 @@ class DataLoop:
         self._places = [_places(trained.micro_steps[start : start + each]) for start in starts]
         self._logged = block, step, trained.dropped
         self._log_again()
-        self._warn_over_budget(packing_metrics(trained.micro_steps)["rows/largest_micro_batch_tokens"])
-        return self._record(block, trained, step)
+        packing = packing_metrics(trained.micro_steps, shares=self._args.share_prefixes)
+        self._warn_over_budget(packing["rows/largest_micro_batch_tokens"])
+        return {**self._record(block, trained, step), **packing}
 
     def _micro_steps_reached(self, step: int) -> int:
         """Return the micro-steps of a block that are trained before the run ends; all but in its last block."""

@@ -8,11 +8,13 @@ checkpoints and the monitor. tests/train/test_trl_contract.py guards the names o
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trl
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback
@@ -39,6 +41,7 @@ from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch,
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.loss.policy_loss import policy_loss
+from verifiers.train.loss.prefixes import longest_shared
 from verifiers.train.loss.updates import EntropyBonus, FiniteUpdates, LossMetrics, micro_step_loss, scale_gradients
 from verifiers.train.models import check_model_path, disable_dropout, get_adapter, get_tokenizer, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
@@ -50,6 +53,8 @@ from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, W
 from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
 
 __all__ = ["GRPOTrainer"]
+
+logger = logging.getLogger("verifiers.train")
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -170,6 +175,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.ref_model,
             batch_size=args.old_logprobs_batch_size,
             temperature=self.temperature,
+            longest_shared=self._longest_shared(),
         )
         self.check = LogprobCheck.of_run(
             args,
@@ -221,6 +227,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             log=self._log_values,
         )
         self.updates = FiniteUpdates(accelerator, self.ranks, self.data_loop.drop_update)
+
+    def _longest_shared(self) -> int:
+        args, policy = self.args, self.accelerator.unwrap_model(self.model)
+        longest = longest_shared(policy.get_base_model() if is_peft_model(policy) else policy)
+        if args.share_prefixes and not longest:
+            logger.warning("each row is computed on its own: together with others of its prompt, this model differs")
+        args.share_prefixes = args.share_prefixes and longest > 0
+        return longest if args.share_prefixes else 0
 
     def _set_callbacks(self, given: Sequence[Any]) -> None:
         # lines of our own replace the bar and the raw dicts of transformers

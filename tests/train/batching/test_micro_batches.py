@@ -16,6 +16,7 @@ from verifiers.train.batching.micro_batches import (
     Packing,
     TensorDict,
     balance_by_length,
+    balance_by_prefix,
     keep_micro_steps,
     micro_batch_sizes,
     shuffle_tensor_dict,
@@ -89,6 +90,40 @@ def test_padding_of_a_rank_is_at_most_the_budget_times_the_log_of_longest_over_s
     for by_rank in keep_micro_steps(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens)):
         for micro_batches in by_rank:
             assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, [by_rank], tokens)
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 600), st.lists(st.integers(1, 300), min_size=1, max_size=9)), max_size=9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups=GROUPS, micro_steps=MICRO_STEPS, ranks=RANKS, limit=LIMITS)
+def test_rows_of_a_prompt_share_a_micro_batch_as_far_as_the_limit_goes(
+    groups: list[tuple[int, list[int]]], micro_steps: int, ranks: int, limit: MicroBatchLimit
+) -> None:
+    prompts = [(number,) * prompt for number, (prompt, rests) in enumerate(groups) for _ in rests]
+    lengths = [prompt + rest for prompt, rests in groups for rest in rests]
+    packing = balance_by_prefix(lengths, prompts, micro_steps, ranks, limit)
+    held = [[row for row in rows if row < len(lengths)] for rank in range(ranks) for rows in of_rank(packing, rank)]
+    assert sorted(chain(*held)) == list(range(len(lengths)))
+    assert [len(by_rank) for by_rank in packing] == [ranks] * micro_steps
+    assert all(len(set(map(len, by_rank))) == 1 and min(map(len, by_rank)) > 0 for by_rank in packing)
+
+    def cost(rows: list[int]) -> int:
+        return sum(map(len, {prompts[row] for row in rows})) + sum(lengths[row] - len(prompts[row]) for row in rows)
+
+    most = limit.tokens or max(lengths, default=0) * (limit.rows or len(lengths))
+    assert all(len(rows) <= 1 or cost(rows) <= most for rows in held)
+    if ranks == 1:
+        for number in range(len(groups)):
+            rows = [row for row, prompt in enumerate(prompts) if prompt[0] == number]
+            of_prompt = [held_rows for held_rows in held if {*held_rows} & {*rows}]
+            # as many micro-batches as its rows need, but for what does not divide
+            assert len(of_prompt) == 1 or cost(rows) > most
+
+
+def test_a_single_prompt_is_divided_over_the_ranks() -> None:
+    packing = balance_by_prefix([30] * 8, [(1,) * 20] * 8, 1, 2, MicroBatchLimit())
+    assert [sorted(chain(*held)) for held in packing[0]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_rows_that_ranks_can_share_evenly_are_padded_by_nothing_where_all_are_equal() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
-from verifiers.train.batching.micro_batches import all_micro_batches, packing_metrics
+from verifiers.train.batching.micro_batches import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Outcome, RolloutKey
 
@@ -187,7 +187,6 @@ def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, floa
         "rows/trained": float(real),
         "rows/padding": float(total - real),
         "rows/dropped": float(len(trained.dropped)),
-        **packing_metrics(trained.micro_steps),
     }
 
 

@@ -14,14 +14,14 @@ than B tokens, padding included, the padding of the rows that a rank gets from o
 
 whatever their number. Ranks hold equally many rows: one that has a row less than others gets a padding row, of two
 tokens, and the shortest counts as that then. A micro-step that is one micro-batch, whatever its rows are, has no such
-bound. Every rank runs the same number of micro-batches, each with as many rows as the others' at the same time, so
-that collectives meet.
+bound. Rows whose prompt is computed once (`loss.prefixes`) are packed by prompt instead, and not padded. Either way
+every rank runs the same number of micro-batches, so that collectives meet.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import TokenSequence
+from verifiers.train.loss.prefixes import share_prefixes, whole_rows
 
 __all__ = [
     "PADDING",
@@ -42,11 +43,12 @@ __all__ = [
     "TrainingSample",
     "all_micro_batches",
     "balance_by_length",
+    "balance_by_prefix",
+    "computed_tokens",
     "keep_micro_steps",
     "micro_batch_sizes",
     "packing_metrics",
     "pad_rows",
-    "padded_tokens",
     "shuffle_tensor_dict",
     "split_tensor_dict",
 ]
@@ -58,7 +60,7 @@ MicroBatch = dict[str, Tensor]
 """Tensors of the rows that go through the model together."""
 
 MicroSteps = list[list[list[MicroBatch]]]
-"""By [micro-step][rank][micro-batch]; the ranks of a micro-step have equally many, of equally many rows."""
+"""By [micro-step][rank][micro-batch]; the ranks of a micro-step have equally many."""
 
 Packing = list[list[list[list[int]]]]
 """Row numbers by [micro-step][rank][micro-batch]; numbers from the count of real rows on are padding rows."""
@@ -235,6 +237,65 @@ def keep_micro_steps(lengths: Sequence[int], micro_steps: int, ranks: int, limit
     return _with_padding_numbered(packing, len(lengths))
 
 
+def balance_by_prefix(
+    lengths: Sequence[int], prompts: Sequence[tuple[int, ...]], micro_steps: int, ranks: int, limit: MicroBatchLimit
+) -> Packing:
+    """Pack rows so that those of one prompt share a micro-batch, which computes that prompt once and pads nothing.
+
+    A prompt whose rows cost more than the limit, or than half of a rank's share of all, is divided. Each part goes,
+    the most expensive first, where there is least to do so far; ranks of a micro-step run equally many micro-batches.
+
+    Args:
+        lengths: tokens of each row, its prompt included.
+        prompts: the prompt of each row.
+    """
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    rows_of: list[list[int]] = [[] for _ in numbers]
+    number_of = [numbers[prompt] for prompt in prompts]
+    for row, number in enumerate(number_of):
+        rows_of[number].append(row)
+
+    def cost(rows: Sequence[int]) -> int:
+        own = sum(lengths[row] - len(prompts[row]) for row in rows)
+        return own + sum(len(prompts[rows_of[number][0]]) for number in {number_of[row] for row in rows})
+
+    most = limit.tokens or max(lengths, default=0) * (limit.rows or len(lengths))
+    share = -(-cost(range(len(lengths))) // ranks)
+
+    def divided(rows: Sequence[int]) -> list[list[int]]:
+        # of two halves of its share each, a rank's work comes out even
+        parts = min(len(rows), -(-2 * cost(rows) // share)) if ranks > 1 else 1
+        while parts < len(rows) and max(cost(rows[part::parts]) for part in range(parts)) > most:
+            parts += 1
+        return [sorted(rows[part::parts]) for part in range(parts)]
+
+    units = [unit for rows in rows_of for unit in divided(_longest_first(rows, lengths))]
+    cells: list[list[list[int]]] = [[] for _ in range(micro_steps * ranks)]
+    load = [0] * len(cells)
+    for unit in sorted(units, key=lambda unit: (-cost(unit), unit)):
+        lightest = load.index(min(load))
+        load[lightest] += cost(unit)
+        cells[lightest].append(unit)
+    joined = [_filled_by(cost, held, most) for held in cells]
+    packing: Packing = []
+    for step in range(micro_steps):
+        by_rank = joined[step * ranks : (step + 1) * ranks]
+        count = max(1, *map(len, by_rank))
+        packing.append([held + [[_PADDING]] * (count - len(held)) for held in by_rank])
+    return _with_padding_numbered(packing, len(lengths))
+
+
+def _filled_by(cost: Callable[[list[int]], int], parts: Sequence[list[int]], most: int) -> list[list[int]]:
+    """Join parts one after another as far as their cost together goes."""
+    joined: list[list[int]] = []
+    for part in parts:
+        if joined and cost([*joined[-1], *part]) <= most:
+            joined[-1] = [*joined[-1], *part]
+        else:
+            joined.append(part)
+    return joined
+
+
 def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted(rows, key=lambda row: (-lengths[row], row))
 
@@ -321,21 +382,28 @@ def all_micro_batches(steps: MicroSteps) -> Iterator[MicroBatch]:
             yield from micro_batches
 
 
-def padded_tokens(batch: MicroBatch) -> int:
-    """Return the tokens that the model computes for a micro-batch, padding included."""
-    return int(batch["prompt_ids"].numel() + batch["completion_ids"].numel())
+def computed_tokens(batch: MicroBatch, *, shares: bool = False) -> int:
+    """Return the tokens that the model computes for a micro-batch: with padding, or laid out by `share_prefixes`."""
+    ids_RT, mask_RT = whole_rows(batch, "cpu")
+    shared = share_prefixes(ids_RT, mask_RT) if shares else None
+    return ids_RT.numel() if shared is None else len(shared.ids_N)
 
 
-def packing_metrics(steps: MicroSteps) -> dict[str, float]:
-    """Return the padding, number and size of a block's micro-batches, over all ranks."""
+def packing_metrics(steps: MicroSteps, *, shares: bool = False) -> dict[str, float]:
+    """Return the padding, number and size of a block's micro-batches, over all ranks.
+
+    Args:
+        shares: prefixes that rows share are computed once.
+    """
     batches = list(all_micro_batches(steps))
-    computed = sum(map(padded_tokens, batches))
+    sizes = [computed_tokens(batch, shares=shares) for batch in batches]
     masks = ("prompt_mask", "completion_mask")
     real = sum(int(batch[name][~batch["is_padding"]].sum()) for batch in batches for name in masks)
     return {
-        "rows/padding_share": 1 - real / computed if computed else 0.0,
+        "rows/padding_share": max(0.0, 1 - real / sum(sizes)) if batches else 0.0,
+        "rows/shared_share": max(0.0, 1 - sum(sizes) / real) if real else 0.0,
         "rows/micro_batches": len(batches) / max(1, sum(map(len, steps))),
-        "rows/largest_micro_batch_tokens": float(max(map(padded_tokens, batches), default=0)),
+        "rows/largest_micro_batch_tokens": float(max(sizes, default=0)),
     }
 
 

@@ -30,6 +30,7 @@ from verifiers.train.batching.micro_batches import (
     TrainingSample,
     all_micro_batches,
     balance_by_length,
+    balance_by_prefix,
     keep_micro_steps,
     pad_rows,
     shuffle_tensor_dict,
@@ -38,6 +39,7 @@ from verifiers.train.batching.micro_batches import (
 from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
+from verifiers.train.loss.prefixes import LEAST_SAVED
 from verifiers.types import RolloutKey
 
 __all__ = [
@@ -422,6 +424,10 @@ def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPla
     if LOSS_TYPES[args.loss_type].depends_on_micro_steps:
         # each micro-step counts the same, so by length the tokens of short rows would count more
         return keep_micro_steps(lengths, micro_steps, plan.num_processes, limit)
+    prompts = [tuple(sample.row.prompt_ids) for sample in samples]
+    saved = sum(map(len, prompts)) - sum(map(len, set(prompts)))
+    if args.share_prefixes and saved >= LEAST_SAVED * sum(lengths) > 0:
+        return balance_by_prefix(lengths, prompts, micro_steps, plan.num_processes, limit)
     return balance_by_length(lengths, micro_steps, plan.num_processes, limit)
 
 

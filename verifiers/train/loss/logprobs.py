@@ -24,6 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
+from verifiers.train.loss.prefixes import share_prefixes, whole_rows
 from verifiers.train.processes.distributed import Ranks
 
 __all__ = ["PolicyLogprobs", "Scored", "fuse_head", "fuse_heads", "head_log_probs", "log_probs_of_copy"]
@@ -113,7 +114,12 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
         body = self.base_model(*args, **{**kwargs, "use_cache": False})
         # a model that is spread over devices takes its labels on the first and may end on another
         scored_RT = (labels_RT := labels_RT.to(body.last_hidden_state.device)) != IGNORED
-        states_NH = body.last_hidden_state[:, :-1][scored_RT]
+        shared = kwargs.get("shared_rows")
+        states_NH = (
+            body.last_hidden_state[:, :-1][scored_RT]
+            if shared is None
+            else body.last_hidden_state[0][shared.place_RT[:, :-1][scored_RT]]
+        )
         precision: Any = nullcontext()
         if in_float32:
             states_NH = states_NH.float()
@@ -160,6 +166,7 @@ class PolicyLogprobs:
     Args:
         reference: the reference model; None where the policy without its adapter is the reference.
         batch_size: rows in one forward pass; None for all of a micro-batch.
+        longest_shared: tokens of the longest row whose prefix may be computed together with others'; 0 for none.
     """
 
     def __init__(
@@ -171,7 +178,9 @@ class PolicyLogprobs:
         *,
         batch_size: int | None,
         temperature: float,
+        longest_shared: int = 0,
     ) -> None:
+        self._longest_shared = longest_shared
         self._accelerator, self._ranks, self._policy, self._reference = accelerator, ranks, policy, reference
         self._batch_size, self._temperature = batch_size, temperature
         ranks.register("score", self.of_policy)
@@ -183,12 +192,17 @@ class PolicyLogprobs:
             experts: ask for the router's loss.
         """
         width = batch["completion_ids"].size(1)
-        ids_RT, mask_RT = _whole_rows(batch, self._accelerator.device)
+        ids_RT, mask_RT = whole_rows(batch, self._accelerator.device)
         labels_RT = ids_RT.masked_fill(mask_RT == 0, IGNORED)
         labels_RT[:, :-width] = IGNORED
-        options = {"output_router_logits": True} if experts else {}
+        options: dict[str, Any] = {"input_ids": ids_RT, "attention_mask": mask_RT}
+        if experts:
+            # a mean over the tokens that the router sees
+            options["output_router_logits"] = True
+        elif ids_RT.size(1) <= self._longest_shared and (shared := share_prefixes(ids_RT, mask_RT)) is not None:
+            options = shared.inputs()
         with self._accelerator.autocast():
-            found = model(input_ids=ids_RT, attention_mask=mask_RT, labels=labels_RT, fused_lm_head=True, **options)
+            found = model(labels=labels_RT, fused_lm_head=True, **options)
         entropy_RC = None if found.entropy is None else found.entropy[:, -width:]
         return Scored(found.log_probs[:, -width:], entropy_RC, found.aux_loss)
 
@@ -248,7 +262,7 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
         batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C).
         batch_size: rows in one forward pass.
     """
-    ids_RT, mask_RT = _whole_rows(batch, copy.device)
+    ids_RT, mask_RT = whole_rows(batch, copy.device)
     width = batch["completion_ids"].size(1)
     found = []
     for ids, mask in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), strict=True):
@@ -257,9 +271,3 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
         logps, _ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature)
         found.append(logps.view(len(ids), width))
     return torch.cat(found)
-
-
-def _whole_rows(batch: Mapping[str, Tensor], device: Any) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (R, T) of prompts and completions together."""
-    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(device)
-    return ids_RT, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(device)

@@ -1,0 +1,173 @@
+"""Rows whose common prefix is computed once have the log-probs, losses and gradients of rows of their own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+
+from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_head
+from verifiers.train.loss.prefixes import longest_shared, share_prefixes
+from verifiers.train.processes.distributed import Ranks
+
+WORDS = 60
+SIZE: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, Any] = {
+    "Qwen3": lambda: hf.Qwen3Config(**SIZE, head_dim=8),
+    "Llama": lambda: hf.LlamaConfig(**SIZE),
+    "Gemma 3": lambda: hf.Gemma3TextConfig(**SIZE, head_dim=8, sliding_window=64),
+    "Qwen3-MoE": lambda: hf.Qwen3MoeConfig(**SIZE, **EXPERTS, head_dim=8),
+    "Phi 3": lambda: hf.Phi3Config(**SIZE),
+    "GPT-NeoX": lambda: hf.GPTNeoXConfig(**SIZE),
+}
+OTHERS: dict[str, Any] = {
+    "linear attention": lambda: hf.Qwen3NextConfig(**SIZE, **EXPERTS, head_dim=8, linear_num_value_heads=4),
+    "convolutions": lambda: hf.Lfm2Config(**SIZE, layer_types=["conv", "full_attention", "conv"]),
+    "its own attention": lambda: hf.Gemma2Config(**SIZE, head_dim=8),
+}
+
+
+def made(config: Any) -> Any:
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config).float()
+
+
+def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
+    """Lay rows of a prompt and a completion out as `pad_rows` does, prompts of one length."""
+    shared = min(len(prompt) for prompt, _ in rows)
+    columns = [(prompt[:shared], prompt[shared:] + completion) for prompt, completion in rows]
+    longest = max(len(completion) for _, completion in columns)
+    prompts = torch.tensor([prompt for prompt, _ in columns])
+    ids = torch.tensor([completion + [0] * (longest - len(completion)) for _, completion in columns])
+    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for _, one in columns])
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": ids,
+        "completion_mask": mask,
+    }
+
+
+def group(prompt: int, lengths: list[int], seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    drawn = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, WORDS, (prompt,), generator=drawn).tolist()
+    return [(ids, torch.randint(1, WORDS, (length,), generator=drawn).tolist()) for length in lengths]
+
+
+def scored(model: Any, rows: list[tuple[list[int], list[int]]], *, shares: bool) -> tuple[Any, dict[str, Any]]:
+    """Return log-probs and entropies, and the gradients of a loss of both."""
+    accelerator: Any = Accelerator(cpu=True)
+    logprobs = PolicyLogprobs(
+        accelerator,
+        Ranks(accelerator),
+        model,
+        None,
+        batch_size=None,
+        temperature=0.7,
+        longest_shared=10_000 if shares else 0,
+    )
+    model.zero_grad()
+    batch = batch_of(rows)
+    found = logprobs.score(model, batch)
+    weights = torch.randn(found.logps_RC.shape, generator=torch.Generator().manual_seed(3)) * batch["completion_mask"]
+    ((found.logps_RC + 0.1 * found.entropy_RC) * weights).sum().backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return torch.stack([found.logps_RC, found.entropy_RC]).detach(), {n: g.clone() for n, g in gradients.items()}
+
+
+ROWS = {
+    "a group": group(20, [5, 9, 1, 7]),
+    "two groups, and a row of its own": [
+        *group(20, [5, 9, 6]),
+        *group(12, [3, 4, 5], seed=1),
+        *group(17, [8], seed=2),
+    ],
+    "turns that branch": [
+        (p, c[:6] + d) for (p, c), (_, d) in zip([group(9, [8])[0]] * 4, group(9, [3, 5, 4, 6], 5), strict=True)
+    ],
+    "rows that are the same": [*group(15, [4]) * 4, *group(15, [4, 6])],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_log_probs_and_gradients_are_those_of_separate_rows(family: str, rows: Any) -> None:
+    model = made(FAMILIES[family]())
+    assert longest_shared(model) == (64 if family == "Gemma 3" else sys.maxsize)
+    fuse_head(model, 0.7, outputs=("log_probs", "entropy"))
+    seen: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, given, out: seen.append(out.shape[:2].numel()))
+    (alone, of_alone), (shared, of_shared) = (scored(model, rows, shares=one) for one in (False, True))
+    assert seen[1] < 0.8 * seen[0]
+    torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
+    assert of_alone.keys() == of_shared.keys()
+    for name, gradient in of_alone.items():
+        assert (of_shared[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_model_that_carries_a_state_or_attends_otherwise_computes_rows_alone(kind: str) -> None:
+    assert longest_shared(made(OTHERS[kind]())) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_recomputed_layers_and_adapters_know_the_layout() -> None:
+    model = made(FAMILIES["Llama"]())
+    fuse_head(model, 0.7, outputs=("log_probs", "entropy"))
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    alone = scored(adapted, ROWS["a group"], shares=False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    shared = scored(adapted.train(), ROWS["a group"], shares=True)
+    torch.testing.assert_close(shared[0], alone[0], atol=1e-5, rtol=1e-5)
+    for name, gradient in alone[1].items():
+        assert (shared[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+def test_half_precision_agrees_within_its_rounding() -> None:
+    model = made(FAMILIES["Qwen3"]()).to(torch.bfloat16)
+    assert longest_shared(model) > 0
+
+
+TREES = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=TREES)
+def test_every_token_of_every_row_has_its_place_and_position(rows: list[list[int]]) -> None:
+    longest = max(map(len, rows))
+    ids_RT = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask_RT = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    layout = share_prefixes(ids_RT, mask_RT, least_saved=-1.0)
+    assert layout is not None
+    assert len(layout.ids_N) <= sum(map(len, rows))
+    for row, places in zip(rows, layout.place_RT.tolist(), strict=True):
+        assert layout.ids_N[places[: len(row)]].tolist() == row
+        assert layout.positions_N[places[: len(row)]].tolist() == list(range(len(row)))
+
+
+def test_rows_without_much_in_common_are_left_alone() -> None:
+    rows = [*group(3, [20]), *group(3, [20], seed=1), *group(3, [20], seed=2)]
+    batch = batch_of(rows)
+    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    assert share_prefixes(ids_RT, torch.ones_like(ids_RT)) is None

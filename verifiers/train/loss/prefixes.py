@@ -1,0 +1,213 @@
+"""Rows that begin alike go through the model as one: their common prefix once, and each row's rest as a branch of it.
+
+The tokens of a micro-batch are laid end to end, without padding, each at its position in its row. Everything but
+attention works token by token, so only attention must know the layout: a prefix attends to itself, and a branch to
+its prefix and to itself, as in rows of their own. Log-probs and gradients are therefore those of separate rows, and
+the model computes each prefix once (a "tree" of depth 2; compare Hydragen, arXiv:2402.05099, which does so for
+inference).
+
+Attention is torch's `scaled_dot_product_attention`, called for each prefix and for the branches of each: no mask of
+all tokens by all is made, on any device, which FlexAttention would compile anew for every shape of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+__all__ = ["LEAST_SAVED", "SharedRows", "longest_shared", "share_prefixes", "whole_rows"]
+
+LEAST_SAVED = 0.2
+"""Share of a micro-batch's tokens, padding included, from which fewer tokens outweigh more calls of attention."""
+
+_OPTION = "shared_rows"
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+_TOLERANCE_16_BIT = 0.05
+
+
+class Branches(NamedTuple):
+    """Rows that share a prefix: tokens `[start, start + prefix)` of the layout, and the rests of the rows.
+
+    Attributes:
+        places_GC: place in the layout of each rest's tokens, the shorter ones filled up.
+        is_real_GC: False where they are.
+    """
+
+    start: int
+    prefix: int
+    places_GC: Tensor
+    is_real_GC: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The layout of a micro-batch of R rows with T columns as N tokens.
+
+    Attributes:
+        ids_N: token ids.
+        positions_N: of each token in its row.
+        place_RT: where each token of the rows is among the N; 0 for padding.
+        groups: rows that share a prefix, in the layout's order.
+    """
+
+    ids_N: Tensor
+    positions_N: Tensor
+    place_RT: Tensor
+    groups: tuple[Branches, ...]
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments of a model's forward; attention that does not know the layout would see all tokens."""
+        everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.ids_N.device)
+        return {
+            "input_ids": self.ids_N[None],
+            "position_ids": self.positions_N[None],
+            "attention_mask": everything,
+            _OPTION: self,
+        }
+
+
+def whole_rows(batch: Mapping[str, Tensor], device: Any) -> tuple[Tensor, Tensor]:
+    """Return ids and mask (R, T) of prompts and completions together."""
+    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(device)
+    return ids_RT, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(device)
+
+
+def share_prefixes(ids_RT: Tensor, mask_RT: Tensor, *, least_saved: float = LEAST_SAVED) -> SharedRows | None:
+    """Lay rows out with their common prefixes once; None where that saves less than a share of R x T tokens.
+
+    Args:
+        mask_RT: 1 on real tokens, which are next to each other in each row.
+    """
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(ids_RT.cpu(), mask_RT.cpu(), strict=True)]
+    groups = list(_groups(rows))
+    tokens = sum(prefix + sum(len(rows[row]) - prefix for row in members) for members, prefix in groups)
+    if tokens > (1 - least_saved) * ids_RT.numel():
+        return None
+    ids: list[int] = []
+    positions: list[int] = []
+    places: list[list[int]] = [[] for _ in rows]
+    found: list[Branches] = []
+    for members, prefix in groups:
+        start = len(ids)
+        ids += rows[members[0]][:prefix]
+        positions += range(prefix)
+        for row in members:
+            first, length = len(ids), len(rows[row])
+            ids += rows[row][prefix:]
+            positions += range(prefix, length)
+            places[row] = [*range(start, start + prefix), *range(first, first + length - prefix)]
+        rests = [places[row][prefix:] for row in members]
+        longest = max(map(len, rests))
+        filled = [[*rest, *[start] * (longest - len(rest))] for rest in rests]
+        real = [[True] * len(rest) + [False] * (longest - len(rest)) for rest in rests]
+        shape, device = (len(rests), longest), ids_RT.device
+        places_GC = torch.tensor(filled, dtype=torch.long, device=device).view(shape)
+        found.append(Branches(start, prefix, places_GC, torch.tensor(real, device=device).view(shape)))
+    place_RT = torch.zeros(ids_RT.shape, dtype=torch.long)
+    place_RT[mask_RT.cpu().bool()] = torch.tensor([place for row in places for place in row])
+    ids_N, positions_N = (torch.tensor(values, device=ids_RT.device) for values in (ids, positions))
+    return SharedRows(ids_N, positions_N, place_RT.to(ids_RT.device), tuple(found))
+
+
+def _groups(rows: Sequence[list[int]]) -> Iterator[tuple[list[int], int]]:
+    """Yield the numbers of rows that share a prefix, and its length, so that few tokens are left.
+
+    In the order of their tokens neighbours have most in common; a row joins those before it where the tokens saved
+    do not become fewer, though the prefix of all may become shorter.
+    """
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    members, prefix = [order[0]], len(rows[order[0]])
+    for row in order[1:]:
+        common = _common(rows[members[0]], rows[row], prefix)
+        if common * len(members) > prefix * (len(members) - 1):
+            members.append(row)
+            prefix = common
+        else:
+            yield members, prefix
+            members, prefix = [row], len(rows[row])
+    yield members, prefix
+
+
+def _common(one: list[int], other: list[int], most: int) -> int:
+    """Return how many tokens two rows begin with in common, at most so many."""
+    most = min(most, len(other))
+    return next((place for place in range(most) if one[place] != other[place]), most)
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers' "sdpa" does, but where the tokens are laid out with shared prefixes."""
+    layout: SharedRows | None = options.pop(_OPTION, None)
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    repeats = query.shape[1] // key.shape[1]
+    given = {"scale": options.get("scaling"), "dropout_p": options.get("dropout", 0.0)}
+    found = []
+    for start, prefix, places_GC, is_real_GC in layout.groups:
+        own = slice(start, start + prefix)
+        keys, values = repeat_kv(key[:, :, own], repeats), repeat_kv(value[:, :, own], repeats)
+        found.append(scaled_dot_product_attention(query[:, :, own], keys, values, is_causal=True, **given)[0])
+        count, longest = places_GC.shape
+        if not longest:
+            continue
+        queries, own_keys, own_values = (whole[0][:, places_GC].transpose(0, 1) for whole in (query, key, value))
+        keys, values = (
+            torch.cat([of_prefix.expand(count, -1, -1, -1), repeat_kv(of_branch, repeats)], 2)
+            for of_prefix, of_branch in ((keys, own_keys), (values, own_values))
+        )
+        sees = torch.ones(longest, prefix + longest, dtype=torch.bool, device=query.device).tril(prefix)
+        branches = scaled_dot_product_attention(queries, keys, values, attn_mask=sees, **given)
+        found.append(branches.transpose(1, 2)[is_real_GC].transpose(0, 1))
+    return torch.cat(found, 1).transpose(0, 1)[None].contiguous(), None
+
+
+# every model that attends by "sdpa" can be given a layout; without one it is transformers' own
+AttentionInterface.register("sdpa", _attend)
+
+
+def longest_shared(model: Any) -> int:
+    """Return the tokens of the longest row that a model computes alike alone and with its prefix shared, 0 for none.
+
+    It is tried on a few tokens: what carries a state from token to token (linear attention, convolutions), or attends
+    by a kind of its own, gives other numbers. A layer that sees a window does so in rows that are longer.
+    """
+    if getattr(model.config, "_attn_implementation", None) != "sdpa" or not _computes_alike(model):
+        return 0
+    text = model.config.get_text_config()
+    windows = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((width for width in windows if isinstance(width, int)), default=sys.maxsize)
+
+
+def _computes_alike(model: Any) -> bool:
+    size = min(model.config.get_text_config().vocab_size, 1000)
+    ids_RT = torch.arange(3 * 9, device=model.device).view(3, 9).remainder(size)
+    ids_RT[:, :5] = ids_RT[0, :5]
+    mask_RT = torch.ones_like(ids_RT)
+    mask_RT[0, 7:] = 0
+    layout = share_prefixes(ids_RT, mask_RT, least_saved=0.0)
+    assert layout is not None
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            alone = model.base_model(input_ids=ids_RT, attention_mask=mask_RT, use_cache=False).last_hidden_state
+            shared = model.base_model(**layout.inputs(), use_cache=False).last_hidden_state[0]
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    finally:
+        model.train(was_training)
+    real = mask_RT.bool()
+    difference = (shared[layout.place_RT][real].float() - alone[real].float()).norm() / alone[real].float().norm()
+    return bool(difference <= _TOLERANCE.get(alone.dtype, _TOLERANCE_16_BIT))
