@@ -134,6 +134,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/dataserver.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/padding.py
+	$(BIN)/python benchmarks/prefixes.py
 	$(BIN)/python benchmarks/log_probs.py
 	$(BIN)/python benchmarks/trl.py
 	$(BIN)/python benchmarks/real_model.py

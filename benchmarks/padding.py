@@ -89,6 +89,7 @@ def make_trainer(scratch: str, completions: int, budget: int | None) -> Any:
         num_generations=GENERATIONS,
         max_completion_length=512,
         max_tokens_per_micro_batch=budget,
+        share_prefixes=False,
         use_cpu=True,
         bf16=False,
     )

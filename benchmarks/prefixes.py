@@ -1,6 +1,7 @@
 """One prompt and its completions as rows of their own, and with the prompt computed once, beside TRL's rows.
 
-    python benchmarks/prefixes.py [--prompt 512] [--completions 16] [--length 64] [--hidden 384] [--layers 8] [--rounds 3]
+    python benchmarks/prefixes.py [--prompt 512] [--completions 16] [--length 64] [--hidden 384] [--layers 8]
+        [--rounds 3]
 
 A Qwen3 in float32 on one thread. Every pass is forward and backward with log-probs and entropies of the completions,
 in a process of its own; the sides take turns, and each counts with its fastest pass. Memory is the process's peak
