@@ -246,6 +246,7 @@ def arguments() -> Any:
         vllm_importance_sampling_mode="token_truncate",
         max_completion_length=7,
         max_tokens_per_micro_batch=None,
+        share_prefixes=True,
         top_entropy_quantile=1.0,
     )
 
