@@ -41,4 +41,4 @@ class StepGate:
         if self._open or engine._stopping or any(len(row.log_probs) < self._tokens for row in rows):
             return False
         self._open = self._until()
-        return not self._open and not (engine._waiting and len(rows) < engine._slots)
+        return not self._open and not (engine._waiting and len(rows) < engine.slots)
