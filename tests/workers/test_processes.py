@@ -48,10 +48,8 @@ async def test_nothing_heavy_is_in_a_worker_and_what_it_prints_reaches_the_log(
     with caplog.at_level(logging.INFO):
         played = workers_in_processes(world.Talkative, 1)
         group = await world.runner_of(played).run_group(world.requests_of(played, [0], size=1)[0])
-        async with asyncio.timeout(20):
-            # a thread reads what is printed, beside the answer
-            while "worker 0: a printed line" not in caplog.messages:
-                await asyncio.sleep(0.01)
+        # a thread reads what is printed, beside the answer
+        await world.until(lambda: "worker 0: a printed line" in caplog.messages)
     modules = set(group.rollouts[0].state["modules"])
     assert "verifiers.workers.worker" in modules
     assert modules.isdisjoint({"torch", "transformers", "trl", "ray", "openai", "pytest"})
