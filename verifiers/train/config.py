@@ -80,7 +80,7 @@ class GRPOConfig(trl.GRPOConfig):
         share_prefixes: compute what rows of a micro-batch begin with alike, such as the prompt of a group, once; each
             row's rest is a branch of it. Log-probs, loss and gradients are those of separate rows. Off where it saves
             less than a fifth of the tokens, and for models that do not compute both alike (linear attention, state
-            spaces, rows longer than a sliding window, attention kernels other than "sdpa").
+            spaces, a sliding window below `max_seq_len`, attention kernels other than "sdpa") or train a router loss.
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a micro-batch
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.

@@ -41,7 +41,7 @@ from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch,
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.loss.policy_loss import policy_loss
-from verifiers.train.loss.prefixes import longest_shared
+from verifiers.train.loss.prefixes import can_share
 from verifiers.train.loss.updates import EntropyBonus, FiniteUpdates, LossMetrics, micro_step_loss, scale_gradients
 from verifiers.train.models import check_model_path, disable_dropout, get_adapter, get_tokenizer, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
@@ -175,7 +175,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.ref_model,
             batch_size=args.old_logprobs_batch_size,
             temperature=self.temperature,
-            longest_shared=self._longest_shared(),
+            shares=self._shares_prefixes(),
         )
         self.check = LogprobCheck.of_run(
             args,
@@ -228,13 +228,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         self.updates = FiniteUpdates(accelerator, self.ranks, self.data_loop.drop_update)
 
-    def _longest_shared(self) -> int:
+    def _shares_prefixes(self) -> bool:
+        """Turn `share_prefixes` off where the model cannot; rows are packed by it too."""
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
-        longest = longest_shared(policy.get_base_model() if is_peft_model(policy) else policy)
-        if args.share_prefixes and not longest:
-            logger.warning("each row is computed on its own: together with others of its prompt, this model differs")
-        args.share_prefixes = args.share_prefixes and longest > 0
-        return longest if args.share_prefixes else 0
+        base = policy.get_base_model() if is_peft_model(policy) else policy
+        if args.share_prefixes and (self.aux_loss_enabled or not can_share(base, args.max_seq_len)):
+            args.share_prefixes = False
+            logger.warning(
+                "each row is computed on its own: its prompt cannot be shared with this model (linear attention, a "
+                "window below max_seq_len, a kernel that is not sdpa, or a router loss)"
+            )
+        return bool(args.share_prefixes)
 
     def _set_callbacks(self, given: Sequence[Any]) -> None:
         # lines of our own replace the bar and the raw dicts of transformers

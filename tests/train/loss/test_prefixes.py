@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_head
-from verifiers.train.loss.prefixes import longest_shared, share_prefixes
+from verifiers.train.loss.prefixes import can_share, share_prefixes
 from verifiers.train.processes.distributed import Ranks
 
 WORDS = 60
@@ -84,7 +83,7 @@ def scored(model: Any, rows: list[tuple[list[int], list[int]]], *, shares: bool)
         None,
         batch_size=None,
         temperature=0.7,
-        longest_shared=10_000 if shares else 0,
+        shares=shares,
     )
     model.zero_grad()
     batch = batch_of(rows)
@@ -113,7 +112,9 @@ ROWS = {
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_log_probs_and_gradients_are_those_of_separate_rows(family: str, rows: Any) -> None:
     model = made(FAMILIES[family]())
-    assert longest_shared(model) == (64 if family == "Gemma 3" else sys.maxsize)
+    assert can_share(model, 64)
+    # rows of any length, where no layer sees a window
+    assert can_share(model, None) == can_share(model, 65) == (family != "Gemma 3")
     fuse_head(model, 0.7, outputs=("log_probs", "entropy"))
     seen: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda module, given, out: seen.append(out.shape[:2].numel()))
@@ -127,7 +128,8 @@ def test_log_probs_and_gradients_are_those_of_separate_rows(family: str, rows: A
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_model_that_carries_a_state_or_attends_otherwise_computes_rows_alone(kind: str) -> None:
-    assert longest_shared(made(OTHERS[kind]())) == 0
+    assert not can_share(made(OTHERS[kind]()), 64)
+    assert not can_share(made(OTHERS[kind]()).to(torch.bfloat16), 64)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -146,7 +148,7 @@ def test_recomputed_layers_and_adapters_know_the_layout() -> None:
 
 def test_half_precision_agrees_within_its_rounding() -> None:
     model = made(FAMILIES["Qwen3"]()).to(torch.bfloat16)
-    assert longest_shared(model) > 0
+    assert can_share(model, None)
 
 
 TREES = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=9), min_size=1, max_size=9)

@@ -166,7 +166,7 @@ class PolicyLogprobs:
     Args:
         reference: the reference model; None where the policy without its adapter is the reference.
         batch_size: rows in one forward pass; None for all of a micro-batch.
-        longest_shared: tokens of the longest row whose prefix may be computed together with others'; 0 for none.
+        shares: what rows begin with alike may be computed once.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class PolicyLogprobs:
         *,
         batch_size: int | None,
         temperature: float,
-        longest_shared: int = 0,
+        shares: bool = False,
     ) -> None:
-        self._longest_shared = longest_shared
+        self._shares = shares
         self._accelerator, self._ranks, self._policy, self._reference = accelerator, ranks, policy, reference
         self._batch_size, self._temperature = batch_size, temperature
         ranks.register("score", self.of_policy)
@@ -199,7 +199,7 @@ class PolicyLogprobs:
         if experts:
             # a mean over the tokens that the router sees
             options["output_router_logits"] = True
-        elif ids_RT.size(1) <= self._longest_shared and (shared := share_prefixes(ids_RT, mask_RT)) is not None:
+        elif self._shares and (shared := share_prefixes(ids_RT, mask_RT)) is not None:
             options = shared.inputs()
         with self._accelerator.autocast():
             found = model(labels=labels_RT, fused_lm_head=True, **options)

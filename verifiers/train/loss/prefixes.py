@@ -12,7 +12,6 @@ all tokens by all is made, on any device, which FlexAttention would compile anew
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,12 +22,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-__all__ = ["LEAST_SAVED", "SharedRows", "longest_shared", "share_prefixes", "whole_rows"]
+__all__ = ["LEAST_SAVED", "SharedRows", "can_share", "share_prefixes", "whole_rows"]
 
 LEAST_SAVED = 0.2
 """Share of a micro-batch's tokens, padding included, from which fewer tokens outweigh more calls of attention."""
 
 _OPTION = "shared_rows"
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _TOLERANCE_16_BIT = 0.05
 
@@ -177,17 +177,25 @@ def _attend(
 AttentionInterface.register("sdpa", _attend)
 
 
-def longest_shared(model: Any) -> int:
-    """Return the tokens of the longest row that a model computes alike alone and with its prefix shared, 0 for none.
+def can_share(model: Any, longest_row: int | None) -> bool:
+    """Return whether a model computes rows with a shared prefix as it computes them alone.
 
-    It is tried on a few tokens: what carries a state from token to token (linear attention, convolutions), or attends
-    by a kind of its own, gives other numbers. A layer that sees a window does so in rows that are longer.
+    Its config must name no layers that carry a state from token to token (linear attention, convolutions), whose
+    error half precision may hide, and it is tried on a few tokens. A layer that sees a window would see another one.
+
+    Args:
+        longest_row: tokens that a row has at most; None for no limit.
     """
-    if getattr(model.config, "_attn_implementation", None) != "sdpa" or not _computes_alike(model):
-        return 0
     text = model.config.get_text_config()
     windows = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return min((width for width in windows if isinstance(width, int)), default=sys.maxsize)
+    reach = min((width for width in windows if isinstance(width, int)), default=None)
+    return (
+        getattr(model.config, "_attn_implementation", None) == "sdpa"
+        and not getattr(model, "_is_stateful", False)
+        and _ATTENTION.issuperset(getattr(text, "layer_types", None) or ())
+        and (reach is None or (longest_row is not None and longest_row <= reach))
+        and _computes_alike(model)
+    )
 
 
 def _computes_alike(model: Any) -> bool:
