@@ -51,7 +51,8 @@ class Dialogue(vf.MultiTurnEnv):
     """Three turns; the user's words depend on the row, and an untrained call makes them."""
 
     def __init__(self) -> None:
-        super().__init__(dataset=ROWS, max_turns=3, rubric=vf.Rubric(funcs=[agrees, self.has_notes]))
+        rubric = vf.Rubric(funcs=[agrees, self.has_notes, vf.turn_reward(lambda state: [0.5] * state["turn"])])
+        super().__init__(dataset=ROWS, max_turns=3, rubric=rubric)
 
     async def has_notes(self, state: vf.State) -> float:
         # of a kind that no JSON can hold: scores are made where the rollout was played
@@ -59,6 +60,7 @@ class Dialogue(vf.MultiTurnEnv):
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
         state["notes"] = frozenset({"said", len(messages)})
+        state["trajectory"][-1]["reward"] = float(len(messages))
         helper = state["client"].untrained
         hint = await helper.chat.completions.create(model=state["model"], messages=[messages[0]])
         content = f"{state['answer']} or {hint.choices[0].message.content}?"

@@ -146,8 +146,8 @@ async def call_reward_func(
     with _filled([(prompt, completion, answer, state, task, info)]) as states:
         objects = {**rubric.class_objects, **kwargs}
         [[value]] = await reward_values([RewardCall(func)], states, objects)
-    if isinstance(value, float):
-        return value
+    if not isinstance(value, BaseException):
+        return sum(value) if isinstance(value, list) else value
     weights = [rubric.reward_weights[place] for place, own in enumerate(rubric.reward_funcs) if own is func]
     is_metric = bool(weights) and not any(weights)
     rubric.record_failure(reward_name(func), [] if is_metric else [state], value)

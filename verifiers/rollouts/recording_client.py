@@ -449,7 +449,7 @@ def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
     """
     rows: list[TokenSequence] = []
     forks = 0
-    for turn in turns:
+    for number, turn in enumerate(turns):
         if not turn.completion_ids:
             continue
         prompt_ids = list(turn.prompt_ids)
@@ -464,6 +464,7 @@ def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
             longest = TokenSequence(prompt_ids=prompt_ids), ()
             rows.append(longest[0])
         _append_turn(*longest, turn)
+        longest[0].turn_lengths[number] = len(turn.completion_ids)
     return rows, forks
 
 

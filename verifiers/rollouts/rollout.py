@@ -74,6 +74,7 @@ class TokenSequence:
         versions: policy version of each sampled token; -1 where `loss_mask` is 0; length T.
         unreported_version: the newest version that may have sampled tokens which the server does not stamp (see
             `Turn`); None where there are none.
+        turn_lengths: sampled tokens of each policy turn in this row, by the turn's number in its rollout, in order.
     """
 
     prompt_ids: MutableSequence[int]
@@ -83,6 +84,7 @@ class TokenSequence:
     versions: MutableSequence[int] = field(default_factory=list)
     is_truncated: bool = False
     unreported_version: int | None = None
+    turn_lengths: dict[int, int] = field(default_factory=dict)
 
     def pack(self) -> None:
         """Hold the same numbers as arrays, which take a third of a list's memory."""
@@ -115,6 +117,9 @@ class Rollout:
         rows: the trained policy's tokens; empty where the server gave no token ids.
         forks: turns that started another row (see `rows_from_turns`).
         advantage: given by the environment in place of the group's: one float, or one per sampled token.
+        turn_rewards: of each policy turn: that of its step in the trajectory, and those of `vf.turn_reward` functions
+            times their weights; None where nobody gave any.
+        turn_advantages: given by the environment in its steps; None for a turn without, and where there are none.
         refusal: the last answer's, where the policy refused or the server filtered it (see `SampledTokens`).
     """
 
@@ -131,6 +136,8 @@ class Rollout:
     forks: int = 0
     turns: int = 0
     advantage: float | list[float] | None = None
+    turn_rewards: list[float] | None = None
+    turn_advantages: list[float | None] | None = None
     failure: Failure | None = None
     attempts: int = 1
     timing: Timing = field(default_factory=Timing)

@@ -28,7 +28,7 @@ from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, RolloutRequest, failure_from
-from verifiers.rubrics.scoring import grading_deadline
+from verifiers.rubrics.scoring import added_by_turn, grading_deadline
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
 
 logger = logging.getLogger("verifiers.rollouts")
@@ -490,6 +490,12 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
         return
     rollout.reward, rollout.metrics = score["reward"], score["metrics"]
     rollout.advantage = rollout.state.get("advantage")
+    steps = rollout.state.get("trajectory") or ()
+    given = [[step.get("reward") or 0.0 for step in steps], score.get("turn_rewards")]
+    if any(step.get("reward") is not None for step in steps) or given[1] is not None:
+        rollout.turn_rewards = added_by_turn(*given)
+    if any(step.get("advantage") is not None for step in steps):
+        rollout.turn_advantages = [step.get("advantage") for step in steps]
 
 
 def _unplayed(request: RolloutRequest, error: BaseException) -> Rollout:

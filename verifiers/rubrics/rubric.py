@@ -16,6 +16,7 @@ from verifiers.rubrics.scoring import (
     ARGUMENTS,
     PLURALS,
     RewardCall,
+    added_by_turn,
     is_group_func,
     note_failure,
     reward_name,
@@ -212,8 +213,13 @@ class Rubric:
         scores = [RolloutScore(0.0) for _ in states]
         for name, weight, values in zip(reward_names(self.reward_funcs), self.reward_weights, columns, strict=True):
             for score, value in zip(scores, values, strict=True):
-                if isinstance(value, float):
+                if isinstance(value, list):
+                    by_turn = [weight * one for one in value]
+                    score["turn_rewards"] = added_by_turn(score.get("turn_rewards"), by_turn)
+                    value = sum(value)
+                elif isinstance(value, float):
                     score["reward"] += weight * value
+                if isinstance(value, float):
                     score["metrics"][name] = score["metrics"].get(name, 0.0) + value
                 elif weight:
                     score["metrics"].setdefault(name, 0.0)
@@ -403,4 +409,6 @@ class RubricGroup(Rubric):
                 total["reward"] += score.reward
                 for name, value in score.metrics.items():
                     total["metrics"][name] = total["metrics"].get(name, 0.0) + value
+                if "turn_rewards" in score:
+                    total["turn_rewards"] = added_by_turn(total.get("turn_rewards"), score["turn_rewards"])
         return totals

@@ -27,6 +27,7 @@ from verifiers.errors import GradingError
 from verifiers.types import FailedGrade, RolloutScore, State
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 ARGUMENTS = ("prompt", "completion", "answer", "state", "task", "info")
 PLURALS = frozenset(f"{name}s" for name in ARGUMENTS)
@@ -85,6 +86,23 @@ def take_failures(state: State, score: RolloutScore) -> RolloutScore:
 
 # -- calls of reward functions -----------------------------------------------------------------------------------
 
+_BY_TURN = "rewards_turns"
+
+
+def turn_reward(func: F) -> F:
+    """Mark a reward function that returns a list: one number for each turn of the policy.
+
+    Its weight applies to each. The numbers take part in credit by turn (`turn_discount` of training) and not in the
+    rollout's reward; the metric of its name is their sum.
+    """
+    setattr(func, _BY_TURN, True)
+    return func
+
+
+def added_by_turn(one: Sequence[float] | None, other: Sequence[float] | None) -> list[float]:
+    """Add the rewards of turns; a shorter list counts as 0 for the rest."""
+    return [left + right for left, right in itertools.zip_longest(one or (), other or (), fillvalue=0.0)]
+
 
 class RewardCall:
     """A reward function with the names of its parameters."""
@@ -93,6 +111,7 @@ class RewardCall:
         self.func = func
         self._names, self._takes_everything = parameters_of(func)
         self.is_group = not PLURALS.isdisjoint(self._names)
+        self.is_by_turn = getattr(func, _BY_TURN, None) is True
         self._is_async = is_async_function(func)
         # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
         self.waits = self._is_async or "judge" in self._names
@@ -148,14 +167,15 @@ async def _settled(result: Any) -> Any:
 
 async def reward_values(
     calls: Sequence[RewardCall], states: Sequence[State], objects: Mapping[str, Any], *, parallel: bool = True
-) -> list[list[float | BaseException]]:
+) -> list[list[float | list[float] | BaseException]]:
     """Call the reward functions for the rollouts of one group, with `objects` as further arguments.
 
     Functions of whole groups come after the others, whose notes they may read in the states; without `parallel` each
     function comes after the one before.
 
     Returns:
-        Each function's values, one a rollout: a finite float, or the error for which there is none.
+        Each function's values, one a rollout: a finite float, a list of them for one that rewards turns, or the error
+        for which there is none.
     """
     rows = [{**arguments_of(state), **objects} for state in states]
     of_group = [{**columns_of(rows), **objects}]
@@ -178,7 +198,7 @@ async def reward_values(
         if plain := [call for call in stage if not call.waits]:
             work.append(run_plain(plain))
         await (gather_owned(work) if len(work) > 1 else work[0])
-    return [_values(results.get(call, []), len(states), call.is_group) for call in calls]
+    return [_values(results.get(call, []), len(states), call) for call in calls]
 
 
 async def _in_one_thread(work: Mapping[RewardCall, Sequence[Mapping[str, Any]]]) -> dict[RewardCall, list[Any]]:
@@ -201,9 +221,9 @@ async def _in_one_thread(work: Mapping[RewardCall, Sequence[Mapping[str, Any]]])
     return results
 
 
-def _values(results: list[Any], count: int, is_group: bool) -> list[float | BaseException]:
+def _values(results: list[Any], count: int, call: RewardCall) -> list[float | list[float] | BaseException]:
     """Return a function's values, one a rollout; one error for all where a function of the group gave no list."""
-    if is_group and results:
+    if call.is_group and results:
         try:
             if isinstance(results[0], BaseException):
                 raise results[0]
@@ -212,10 +232,13 @@ def _values(results: list[Any], count: int, is_group: bool) -> list[float | Base
                 raise GradingError(f"returned {len(results)} rewards for {count} rollouts")
         except BaseException as error:
             return [error] * count
-    values: list[float | BaseException] = []
+    values: list[float | list[float] | BaseException] = []
     for result in results:
         try:
-            values.append(result if isinstance(result, BaseException) else finite_float(result))
+            if isinstance(result, BaseException):
+                values.append(result)
+            else:
+                values.append(_finite_list(result) if call.is_by_turn else finite_float(result))
         except GradingError as error:
             values.append(error)
     return values
@@ -322,6 +345,13 @@ def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:
     names = [reward_name(func) for func in funcs]
     numbers = {name: itertools.count(1) for name, count in Counter(names).items() if count > 1}
     return [f"{name.strip('<>')}_{next(numbers[name])}" if name in numbers else name for name in names]
+
+
+def _finite_list(value: Any) -> list[float]:
+    try:
+        return [finite_float(one) for one in value]
+    except TypeError:
+        raise GradingError(f"returned {value!r:.100}; a turn reward is a list, one number for each turn") from None
 
 
 def finite_float(value: Any) -> float:

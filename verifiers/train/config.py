@@ -68,6 +68,10 @@ class GRPOConfig(trl.GRPOConfig):
         advantage_estimator: "group" (GRPO, scaled as `scale_rewards` says), "rloo" (leave-one-out),
             "reinforce_plus_plus" (whitened over the block), or "reinforce_plus_plus_baseline" (the group's mean
             subtracted first).
+        turn_discount: give credit by turn: rewards of single turns become returns, the sum of a turn's reward and the
+            later ones, each multiplied by this once more a turn; the group's advantages of each turn's returns are
+            added to the rollout's own. 1.0 for plain sums, 0.0 for the turn's own reward alone; None for no such
+            credit.
         kl_estimator: of the KL term that `beta` weighs in the loss: "k1", "k2" or "k3", which is TRL's own; "k3" when
             left out.
         kl_in_reward: subtract `beta` times the rollout's KL to the reference, estimated by k1, from its reward, in
@@ -141,6 +145,7 @@ class GRPOConfig(trl.GRPOConfig):
     skip_zero_advantage_rows: bool = True
     vllm_importance_sampling_mode: str = "token_truncate"
     advantage_estimator: str = "group"
+    turn_discount: float | None = None
     kl_estimator: str | None = None
     kl_in_reward: bool = False
     max_tokens_per_micro_batch: int | None = None

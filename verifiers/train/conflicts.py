@@ -223,6 +223,12 @@ def _loss(args: Any) -> _Refusals:
         f"epsilon_high is {args.epsilon_high}, below epsilon={args.epsilon}: ratios would be cut sooner upwards than "
         "downwards; give epsilon or more, or leave it out.",
     )
+    discount = args.turn_discount
+    yield (
+        discount is not None and not 0 <= discount <= 1,
+        f"turn_discount is {discount}; give 0.0 (a turn's own reward) to 1.0 (all later ones with it), or leave it "
+        "out.",
+    )
     level, mode = args.importance_sampling_level, args.vllm_importance_sampling_mode
     yield (
         loss_type.multiplies_ratios and level != "token",

@@ -181,6 +181,7 @@ class WorkerLink:
             state.update(reward=result["score"]["reward"], metrics=result["score"]["metrics"])
             if result["advantage"] is not None:
                 state["advantage"] = result["advantage"]
+            state["trajectory"] = result["steps"]
         return [RolloutScore(**result["score"]) for result in results]
 
     def drop(self, state: State) -> None:

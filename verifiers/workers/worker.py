@@ -262,7 +262,7 @@ class RolloutWorker:
             self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
         else:
             found = [
-                {"score": dict(score), "advantage": state.get("advantage")}
+                {"score": dict(score), "advantage": state.get("advantage"), "steps": _credit(state)}
                 for state, score in zip(states, scores, strict=True)
             ]
             self._send_result({"op": "scored", "score": message["score"], "scores": found})
@@ -276,6 +276,11 @@ class RolloutWorker:
         except ValueError:
             # a number of numpy's, or the like
             self.connection.send(_plain(message))
+
+
+def _credit(state: State) -> list[dict[str, Any]]:
+    """Return what the steps of a trajectory were given."""
+    return [{name: step.get(name) for name in ("reward", "advantage")} for step in state.get("trajectory") or ()]
 
 
 def _result(state: State, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.batching.advantages import group_advantages, rollout_advantages
+from verifiers.train.batching.advantages import group_advantages, has_zero_variance, rollout_advantages
 from verifiers.types import Outcome, RolloutKey
 
 REWARDS = [[0.9, 0.8, 0.7], [0.6, 0.9, 0.5]]
@@ -202,3 +202,70 @@ def test_a_reward_that_is_the_groups_mean_has_an_advantage_of_exactly_zero(scale
     advantages = group_advantages([[0.1, 0.2, 0.3], [0.0, 0.7, 1.4]], scale_rewards).advantages
     assert [group[1] for group in advantages] == [0.0, 0.0]
     assert all(group[0] < -0.01 and group[2] > 0.01 for group in advantages)
+
+
+# -- credit by turn ----------------------------------------------------------------------------------------------
+
+TURNS = {"r": [[1.0, 0, 1], [0.0, 0, 1], [1.0, 0], [0.0, 1, 0]], "own": [1.0, 0.0, 1.0, 0.0]}
+
+
+def by_turn(generation: int, rewards: list[float], reward: float, **extra: Any) -> Rollout:
+    rows = [TokenSequence([1], [3] * 4, [1, 1, 0, 1], [-0.5] * 4, [0] * 4, turn_lengths={0: 2, 1: 1})]
+    if len(rewards) == 3:
+        # the third turn forked
+        rows.append(TokenSequence([2], [3], [1], [-0.5], [0], turn_lengths={2: 1}))
+    return rollout(generation, reward, rows=rows, turns=len(rewards), turn_rewards=rewards, **extra)
+
+
+def four(**changes: Any) -> ScoredBlock:
+    given = zip(TURNS["r"], TURNS["own"], strict=True)
+    return block([by_turn(number, rewards, own, **changes) for number, (rewards, own) in enumerate(given)])
+
+
+def test_turns_get_the_advantages_of_their_returns_beside_the_rollouts_own() -> None:
+    found = rollout_advantages(four(), scale_rewards="none", turn_discount=0.5)
+    # returns of turn 0: 1.25, 0.25, 1, 0.5; of turn 1: 0.5, 0.5, 0, 1; of turn 2: 1, 1, none, 0
+    expected = [
+        [1.0, 1.0, 0.5, 0.5 + 1 / 3],
+        [-1.0, -1.0, -0.5, -0.5 + 1 / 3],
+        [0.75, 0.75, 0.0],
+        [-0.75, -0.75, 0.0, -0.5 - 2 / 3],
+    ]
+    assert [*found.values()] == [pytest.approx(values) for values in expected]
+    assert {*rollout_advantages(four(), scale_rewards="none").values()} == {0.5, -0.5}
+
+
+def test_advantages_that_steps_were_given_are_taken_as_they_are() -> None:
+    given = [by_turn(0, [1.0, 0.0, 1.0], 1.0, turn_advantages=[None, 9.0, None]), by_turn(1, [0.0, 0.0, 0.0], 0.0)]
+    found = rollout_advantages(block(given), scale_rewards="none", turn_discount=0.0)
+    assert found[given[0].key] == pytest.approx([1.0, 1.0, 9.0, 1.0])
+    assert found[given[1].key] == pytest.approx([-1.0, -1.0, -0.5, -1.0])
+
+
+def test_a_turn_that_no_other_rollout_reached_adds_nothing() -> None:
+    lone = [by_turn(0, [0.0, 0.0, 5.0], 1.0), by_turn(1, [0.0, 0.0], 1.0)]
+    assert rollout_advantages(block(lone), turn_discount=0.0)[lone[0].key] == [0.0] * 4
+
+
+def test_failures_take_no_part_in_the_returns_and_truncated_ones_count_as_zero() -> None:
+    group = [by_turn(0, [1.0, 0.0], 0.0), by_turn(1, [0.0, 0.0], 0.0), by_turn(2, [50.0, 50.0], None, outcome=FAILED)]
+    found = rollout_advantages(block(group), scale_rewards="none", turn_discount=0.0)
+    assert found[group[0].key] == pytest.approx([0.5, 0.5, 0.0])
+    group[0].outcome = TRUNCATED
+    options: Any = {"scale_rewards": "none", "turn_discount": 0.0}
+    assert rollout_advantages(block(group), zero_truncated_completions=True, **options)[group[0].key] == [0.0] * 3
+
+
+def test_another_number_of_turn_rewards_than_of_turns_is_refused() -> None:
+    one = by_turn(0, [1.0, 0.0], 0.0)
+    one.turns = 3
+    with pytest.raises(ConfigError, match=r"for 2 turns, and the policy had 3; give one for each step"):
+        rollout_advantages(block([one, by_turn(1, [0.0, 0.0], 0.0)]), turn_discount=1.0)
+
+
+def test_a_group_of_equal_rewards_whose_turns_differ_has_a_gradient_by_turn_alone() -> None:
+    (group,) = block([by_turn(0, [1.0, 0.0], 1.0), by_turn(1, [0.0, 1.0], 1.0)]).groups
+    assert has_zero_variance(group)
+    assert not has_zero_variance(group, by_turn=True)
+    (equal,) = block([by_turn(0, [1.0, 0.0], 1.0), by_turn(1, [1.0, 0.0], 1.0)]).groups
+    assert has_zero_variance(equal, by_turn=True)

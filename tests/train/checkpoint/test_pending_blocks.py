@@ -27,7 +27,7 @@ def a_rollout(block_id: int, generation: int, example_id: int = 3) -> Rollout:
         task="math",
         reward=DRAW.random() / 3,
         metrics={"f": DRAW.random()},
-        rows=[TokenSequence([1, 2], [3, 4, 5, 6], [1, 1, 0, 1], logprobs, [7, 8, -1, 8], True)],
+        rows=[TokenSequence([1, 2], [3, 4, 5, 6], [1, 1, 0, 1], logprobs, [7, 8, -1, 8], True, 9, {0: 2, 1: 1})],
         forks=1,
         turns=2,
         attempts=3,
@@ -42,6 +42,7 @@ def test_blocks_come_back_as_they_were(tmp_path: Path) -> None:
     )
     per_token = a_rollout(5, 2)
     per_token.advantage = [0.1, 1 / 3, -2.0]
+    per_token.turn_rewards, per_token.turn_advantages = [0.1, 1 / 3], [None, 2.5]
     blocks = [
         ScoredBlock(5, [Group(3, [a_rollout(5, 0), failed, per_token])], 4, 1.5),
         ScoredBlock(6, [Group(8, [a_rollout(6, 0, 8)])], 5, 2.5, filtered=[Group(9, [a_rollout(6, 0, 9)])]),

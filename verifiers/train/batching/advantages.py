@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
 from verifiers.train.conflicts import CHOICES
 from verifiers.types import RolloutKey
@@ -24,6 +25,7 @@ __all__ = [
     "has_zero_variance",
     "plain_advantage",
     "rollout_advantages",
+    "turn_advantages",
     "why_unscored",
 ]
 
@@ -169,6 +171,7 @@ def rollout_advantages(
     require_full_groups: bool = False,
     mask_truncated_completions: bool = False,
     zero_truncated_completions: bool = False,
+    turn_discount: float | None = None,
 ) -> BlockAdvantages:
     """Return the advantages of a block's rollouts, by identity.
 
@@ -182,7 +185,8 @@ def rollout_advantages(
         require_full_groups: drop every rollout of a group in which one failed.
         mask_truncated_completions: truncated rollouts keep their place in the statistics but get no loss
             (overlong filtering of DAPO, arXiv:2503.14476).
-        zero_truncated_completions: the reward of a truncated rollout counts as 0 before the statistics.
+        zero_truncated_completions: the rewards of a truncated rollout count as 0 before the statistics.
+        turn_discount: of the returns whose advantages are added turn by turn; None for none (see `turn_advantages`).
 
     Raises:
         ConfigError: where an environment's list of advantages has not one value per sampled token, or it gave
@@ -222,7 +226,77 @@ def rollout_advantages(
                 found.left_out[rollout.key] = "no_baseline"
             else:
                 found[rollout.key] = value
+    if turn_discount is not None:
+        by_turn = turn_advantages(block, turn_discount, scale_rewards, estimator, zero_truncated_completions)
+        for rollout in block.rollouts:
+            if rollout.key in by_turn and rollout.key in found and rollout.advantage is None:
+                found[rollout.key] = _with_turns(rollout, found[rollout.key], by_turn[rollout.key])
     return found
+
+
+def turn_advantages(
+    block: ScoredBlock,
+    discount: float,
+    scale_rewards: ScaleRewards = "group",
+    estimator: str = "group",
+    zero_truncated: bool = False,
+) -> dict[RolloutKey, list[float]]:
+    """Return the advantage of each policy turn among the same turns of its group; {} where no turn has a reward.
+
+    The return of turn t is G_t = sum over k >= t of discount^(k - t) r_k, and is compared, by `group_advantages`,
+    with the returns of the group's other rollouts at turn t; a turn that no other rollout reached gets 0.0.
+
+    Raises:
+        ConfigError: a rollout has another number of turn rewards than of turns.
+    """
+    if all(one.turn_rewards is None and one.turn_advantages is None for one in block.rollouts):
+        by = "in the steps of the trajectory, or by a function marked with vf.turn_reward"
+        warn_once("verifiers.train", f"turn_discount is set, and no turn of a block has a reward; give some {by}.")
+        return {}
+    columns: list[list[float | None]] = []
+    places: list[list[RolloutKey]] = []
+    found: dict[RolloutKey, list[float]] = {}
+    for group in block.groups:
+        returns = {
+            one.key: _returns(one, discount, zero_truncated) for one in group.rollouts if _reward(one) is not None
+        }
+        found |= {key: [] for key in returns}
+        for turn in range(max(map(len, returns.values()), default=0)):
+            columns.append([returns[key][turn] if turn < len(returns[key]) else None for key in returns])
+            places.append(list(returns))
+    compared = group_advantages(columns, scale_rewards, estimator=estimator).advantages
+    for keys, values in zip(places, compared, strict=True):
+        for key, value in zip(keys, values, strict=True):
+            if value is not None:
+                found[key].append(value)
+    return found
+
+
+def _returns(rollout: Rollout, discount: float, zero_truncated: bool) -> list[float]:
+    rewards = rollout.turn_rewards
+    for given in (rewards, rollout.turn_advantages):
+        if given is not None and len(given) != rollout.turns:
+            raise ConfigError(
+                f"{rollout.key} has rewards or advantages for {len(given)} turns, and the policy had "
+                f"{rollout.turns}; give one for each step of the trajectory, or leave turn_discount out."
+            )
+    if rewards is None or (zero_truncated and rollout.is_truncated):
+        return [0.0] * rollout.turns
+    returns, later = [], 0.0
+    for reward in reversed(rewards):
+        later = float(reward) + discount * later
+        returns.append(later)
+    return returns[::-1]
+
+
+def _with_turns(rollout: Rollout, advantage: float | list[float], by_turn: Sequence[float]) -> list[float]:
+    """Return the advantage of each sampled token: the rollout's and its turn's, or what the turn's step was given."""
+    assert not isinstance(advantage, list)
+    given = rollout.turn_advantages or [None] * rollout.turns
+    values = [advantage + turn if own is None else float(own) for turn, own in zip(by_turn, given, strict=True)]
+    if not all(abs(value) <= _LARGEST for value in values):
+        raise ConfigError(f"the advantages of {rollout.key}'s turns are not finite in float32: {values!r}.")
+    return [values[turn] for row in rollout.rows for turn, count in row.turn_lengths.items() for _ in range(count)]
 
 
 def _reward(rollout: Rollout, zero_truncated: bool = False, penalty: float = 0.0) -> float | None:
@@ -272,13 +346,18 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
     return values
 
 
-def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False) -> bool:
+def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False, by_turn: bool = False) -> bool:
     """Return whether a scored group has no gradient: its rewards are all equal, and no advantage was given.
+
+    With credit `by_turn`, those of turns must be equal too.
 
     Failed rollouts take no part. A group with fewer than two scored ones does not count: failures of the machinery
     are not a reason to ask for other prompts, which would fail as well.
     """
     if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
+        return False
+    credit = [(tuple(one.turn_rewards or ()), tuple(one.turn_advantages or ())) for one in group.scored]
+    if by_turn and (len(set(credit)) > 1 or any(credit[0][1])):
         return False
     rewards = [_reward(rollout, zero_truncated_completions) or 0.0 for rollout in group.scored]
     return _are_equal(rewards)

@@ -79,7 +79,8 @@ def _with_advantage(block: ScoredBlock, trained: TrainingBlock) -> int:
         rollout.key
         for group, values in zip(block.groups, trained.advantages.result.advantages, strict=True)
         for rollout, value in zip(group.rollouts, values, strict=True)
-        if value == 0.0 and rollout.advantage is None
+        # a list is given, or of turns
+        if value == 0.0 and rollout.advantage is None and not isinstance(trained.advantages.get(rollout.key), list)
     }
     return sum(_has_gradient(given) and key not in without for key, given in trained.advantages.items())
 

@@ -81,7 +81,9 @@ class RolloutSession:
         publisher.connect(self._note_version)
         args.server_model = publisher.policy_name()
         is_zero_variance = functools.partial(
-            has_zero_variance, zero_truncated_completions=args.zero_truncated_completions
+            has_zero_variance,
+            zero_truncated_completions=args.zero_truncated_completions,
+            by_turn=args.turn_discount is not None,
         )
         self.generator = AsyncBatchGenerator(
             self._envs[0],

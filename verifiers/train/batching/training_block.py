@@ -274,6 +274,7 @@ def _block_advantages(
         require_full_groups=args.require_full_groups,
         mask_truncated_completions=args.mask_truncated_completions,
         zero_truncated_completions=args.zero_truncated_completions,
+        turn_discount=args.turn_discount,
     )
 
 
