@@ -312,6 +312,13 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def _row_from(*saved: Any) -> TokenSequence:
+    *columns, lengths = saved
+    row = TokenSequence(*columns)
+    row.turn_lengths = dict(lengths)
+    return row
+
+
 def _rollout_from(block_id: int, saved: dict[str, Any]) -> Rollout:
     failure = saved["failure"]
     return Rollout(
@@ -323,7 +330,7 @@ def _rollout_from(block_id: int, saved: dict[str, Any]) -> Rollout:
         task=saved["task"],
         reward=saved["reward"],
         metrics=saved["metrics"],
-        rows=[TokenSequence(*row[:-1], dict(row[-1])) for row in saved["rows"]],
+        rows=[_row_from(*row) for row in saved["rows"]],
         forks=saved["forks"],
         turns=saved["turns"],
         advantage=saved["advantage"],
