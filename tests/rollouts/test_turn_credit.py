@@ -74,7 +74,7 @@ def test_without_any_the_turns_have_none() -> None:
 
 @pytest.mark.parametrize("given", [3.0, ["a"], [float("nan")]])
 def test_a_turn_reward_that_is_no_list_of_numbers_is_a_failed_grade(given: Any) -> None:
-    with pytest.raises(NothingScoredError, match=r"1 grading_error\); most often: GradingError: <lambda>: .*returned"):
+    with pytest.raises(NothingScoredError, match=r"1 grading_error\); .* <lambda>: .*returned"):
         played(vf.Rubric([vf.turn_reward(lambda: given)]))
 
 

@@ -17,6 +17,7 @@ from verifiers_embedded.engine.decoding import FixedPass, Record, upload
 from verifiers_embedded.engine.generation import Sequence
 from verifiers_embedded.engine.prefixes import BLOCK, PrefixStore
 from verifiers_embedded.engine.sampling import BatchSampler, Draw
+from verifiers_embedded.engine.scoring import PromptScore, score_prompt
 from verifiers_embedded.errors import StartError
 
 PREFILL_TOKENS = 8192
@@ -67,8 +68,10 @@ class ActiveBatch:
         most = slots * max_model_len if cache_tokens is None else cache_tokens
         self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, most, fixed=fixed)
         # transformers 5.24 has another name for it
-        name = "cache" if "cache" in inspect.signature(self._body.forward).parameters else "past_key_values"
-        self._passed_cache = {name: self._cache}
+        self._cache_name = (
+            "cache" if "cache" in inspect.signature(self._body.forward).parameters else "past_key_values"
+        )
+        self._passed_cache = {self._cache_name: self._cache}
         self._sampler: BatchSampler | None = None
         self._guides: list[tuple[int, Guide]] = []
 
@@ -94,6 +97,10 @@ class ActiveBatch:
         self._place([*self.sequences, *sequences], rows)
         fresh = set(map(id, sequences))
         self._prefill([row for row, item in enumerate(self.sequences) if id(item) in fresh])
+
+    def score(self, ids: Listed[int], alternatives: int) -> PromptScore:
+        """Return the log-probabilities of a prompt's tokens, and of the likeliest in their places."""
+        return score_prompt(self._model, ids, alternatives, self._cache_name)
 
     def keep_only(self, keep: Listed[bool]) -> None:
         """Free the rows whose flag is false; other rows move into the gaps."""

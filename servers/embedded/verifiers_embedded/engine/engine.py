@@ -16,6 +16,7 @@ from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.decoding import Record
 from verifiers_embedded.engine.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
 from verifiers_embedded.engine.sampling import NoiseStream
+from verifiers_embedded.engine.scoring import PromptScore
 from verifiers_embedded.engine.stopping import Decode, IsByte, StopMatcher, no_byte
 from verifiers_embedded.engine.weights import Copies, copy_weights
 from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped, GrammarFailed
@@ -74,7 +75,7 @@ class Engine:
         self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
-        self._commands: deque[tuple[Callable[[Future[None]], bool], Future[None]]] = deque()
+        self._commands: deque[tuple[Callable[[Future[Any]], bool], Future[Any]]] = deque()
         self._drained: list[Future[None]] = []
         self._paused = False
         self._draining = False
@@ -140,6 +141,19 @@ class Engine:
                 self._wake.notify()
         return [sequence.future for sequence in sequences]
 
+    def score(self, ids: list[int], alternatives: int) -> Future[PromptScore]:
+        """Compute the log-probabilities of a prompt's tokens under the present weights, paused or not."""
+
+        def apply(done: Future[Any]) -> bool:
+            try:
+                # a client that has gone away needs none
+                _complete(done, result=None if done.cancelled() else self._batch.score(ids, alternatives))
+            except BrokenLogits as error:
+                _complete(done, error=error)
+            return False
+
+        return self._between_steps(apply)
+
     def _sequence(self, request: GenerationRequest, watcher: Watcher | None) -> Sequence:
         matcher = StopMatcher(self._decode, request.stop, self._is_byte) if request.stop else None
         noise = NoiseStream(request.sampling.seed)
@@ -204,9 +218,9 @@ class Engine:
 
         return self._between_steps(apply)
 
-    def _between_steps(self, apply: Callable[[Future[None]], bool]) -> Future[None]:
+    def _between_steps(self, apply: Callable[[Future[Any]], bool]) -> Future[Any]:
         """Queue a command for the time between two steps; it returns False where it completes its future later."""
-        done: Future[None] = Future()
+        done: Future[Any] = Future()
         with self._wake:
             if self._failure is not None:
                 _complete(done, error=self._failure)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verifiers_embedded.engine.generation import Generation
+from verifiers_embedded.engine.scoring import PromptScore
 from verifiers_embedded.engine.stopping import cut_at_stop, first_stop
 from verifiers_embedded.routes.requests import ChatRequest, Delivery, DerenderRequest, TextRequest, TokenRequest
 from verifiers_embedded.text.prompts import ChatText, begun_by, split_reasoning
@@ -47,8 +48,12 @@ def text_completion(
     prompts: Sequence[tuple[str, list[int]]],
     generations: Sequence[Generation],
     text: ChatText,
+    scored: Sequence[PromptScore] | None = None,
 ) -> dict[str, Any]:
-    """Return the body of a completion: `n` choices of the first prompt, then those of the second, and so on."""
+    """Return the body of a completion: `n` choices of the first prompt, then those of the second, and so on.
+
+    `scored` are the prompts' log-probabilities, which come as vLLM writes them.
+    """
     choices = []
     for index, generation in enumerate(generations):
         prompt_text, prompt_ids = prompts[index // request.n]
@@ -60,9 +65,20 @@ def text_completion(
         choice |= {**finish_fields(generation), "stop_reason": first_stop(whole, request.stop_strings)}
         if request.return_token_ids:
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": generation.token_ids}
+        if scored is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(text, prompt_ids, scored[index // request.n])
         choices.append(choice)
     body = head("cmpl", "text_completion", request)
     return body | {"choices": choices, "usage": usage([ids for _, ids in prompts], generations)}
+
+
+def prompt_logprobs(text: ChatText, prompt_ids: list[int], score: PromptScore) -> list[dict[str, Any] | None]:
+    """Return by id the log-probability of each token of a prompt but the first, and of the likeliest in its place."""
+    found: list[dict[str, Any] | None] = [None]
+    for token, log_prob, likeliest in zip(prompt_ids[1:], score.log_probs, score.likeliest, strict=True):
+        entries = {token: log_prob, **dict(likeliest)}
+        found.append({str(one): {"logprob": entries[one], "decoded_token": text.token(one)[0]} for one in entries})
+    return found
 
 
 def token_generation(request: TokenRequest, generations: Sequence[Generation], text: ChatText) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from verifiers_embedded.engine.engine import PAUSE_MODES, Engine
 from verifiers_embedded.engine.generation import Generation, GenerationRequest
 from verifiers_embedded.engine.loading import LoadedModel
 from verifiers_embedded.engine.sampling import SamplingParameters, seed_of_choice
+from verifiers_embedded.engine.scoring import PromptScore
 from verifiers_embedded.engine.weights import match_weights, read_weights
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.routes.answers import chat_completion, derendered, text_completion, token_generation
@@ -145,7 +146,12 @@ class Routes:
         jobs = [job for _, ids in prompts for job in self._jobs(asked, ids, "prompt", grammar)]
         if asked.stream:
             return await self._stream(request, asked, jobs, TextWriter(asked, prompts, self._text))
-        return web.json_response(text_completion(asked, prompts, await self._generate(jobs), self._text))
+        scored: list[PromptScore] | None = None
+        if asked.prompt_logprobs is not None:
+            asking = [self._engine.score(ids, asked.prompt_logprobs) for _, ids in prompts]
+            scored = await asyncio.gather(*map(asyncio.wrap_future, asking))
+        generations = await self._generate(jobs)
+        return web.json_response(text_completion(asked, prompts, generations, self._text, scored))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /inference/v1/generate: token ids in and out, under vLLM's names."""

@@ -351,6 +351,7 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
     ]
     echo: Flag = False
     add_special_tokens: Flag = True
+    prompt_logprobs: TopLogprobs | None = None
     best_of: Annotated[Whole, Field(ge=1)] | None = None
     suffix: Any = only("")
 
@@ -369,6 +370,8 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
                 param="best_of",
                 code="unsupported_parameter",
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError("'prompt_logprobs' come whole; leave 'stream' out", param="prompt_logprobs")
         _ = self.schema_text
         return self
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verifiers.inference.server_load import ServerLoad
+from verifiers_embedded.engine import scoring
 
 
 async def test_several_choices_differ_and_the_first_is_that_of_a_single_one(start: Any) -> None:
@@ -60,6 +61,29 @@ async def test_completions_take_text_and_ids_alike(start: Any, model_dir: Any, r
     # the sampled token is among its alternatives, or one more
     assert all(1 <= len(top) <= 3 for top in tops)
     assert all(name in top for name, top in zip(first["logprobs"]["tokens"], tops, strict=True))
+
+
+async def test_prompts_are_scored_by_the_models_own_distribution(
+    start: Any, model_dir: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "_PIECE", 16)
+    server = await start()
+    draw = torch.Generator().manual_seed(0)
+    long, short = (torch.randint(5, 60, (length,), generator=draw).tolist() for length in (70, 2))
+    body = {"model": "m", "prompt": [long, short], "max_tokens": 1, "prompt_logprobs": 2}
+    (status, answer), _ = await asyncio.gather(server.post("/v1/completions", body), server.chat(ignore_eos=True))
+    assert status == 200
+    for ids, choice in zip((long, short), answer["choices"], strict=True):
+        first, *found = choice["prompt_logprobs"]
+        assert first is None
+        assert [one[str(token)]["logprob"] for token, one in zip(ids[1:], found, strict=True)] == pytest.approx(
+            reference.log_probs(model_dir, ids[:1], ids[1:]), abs=1e-4
+        )
+        best = torch.log_softmax(reference.logits(model_dir, ids)[:-1], -1).topk(2)
+        for one, values, places in zip(found, best.values.tolist(), best.indices.tolist(), strict=True):
+            assert [one[str(place)]["logprob"] for place in places] == pytest.approx(values, abs=1e-4)
+    status, refused = await server.post("/v1/completions", {**body, "stream": True})
+    assert (status, refused["error"]["param"]) == (400, "prompt_logprobs")
 
 
 async def test_several_prompts_with_several_choices_keep_openais_order(start: Any) -> None:
