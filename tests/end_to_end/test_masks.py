@@ -15,6 +15,8 @@ from verifiers.train.loss.loss_types import LOSS_TYPES
 
 Batch = dict[str, Any]
 
+NOT_OF_THE_LOSS = ("step", "computed_tokens", "current_logps")
+
 
 @pytest.fixture(scope="module")
 def trainer(
@@ -33,7 +35,7 @@ def trainer(
 
 
 def loss_inputs(batch: Batch) -> Batch:
-    return {name: value.clone() for name, value in batch.items() if name not in ("step", "current_logps")}
+    return {name: value.clone() for name, value in batch.items() if name not in NOT_OF_THE_LOSS}
 
 
 def loss_and_gradient(trainer: Any, inputs: Batch) -> tuple[float, Tensor]:

@@ -265,7 +265,7 @@ def test_a_run_with_a_budget_or_shared_prompts_reaches_the_weights_and_logs_of_o
     assert len(within.seen) > len(without.seen)
     assert max(without.logged("rows/shared_share")) == 0 < min(shared.logged("rows/shared_share"))
     for batch in within.seen:
-        assert len(batch["prompt_ids"]) == 1 or computed_tokens(batch) <= within.args.max_tokens_per_micro_batch
+        assert len(batch["prompt_ids"]) == 1 or batch["computed_tokens"] <= within.args.max_tokens_per_micro_batch
     before = tiny_world.weights(without)
     assert max(float((before[key] - tensor).abs().max()) for key, tensor in start.items()) > 1e-3
     for other in (within, shared):
@@ -290,5 +290,5 @@ def test_a_row_over_the_budget_is_trained_alone_and_said_once(
     ]
     assert len(said) == 1
     assert "has a micro-batch of its own" in said[0]
-    assert all(len(batch["prompt_ids"]) == 1 for batch in trainer.seen if computed_tokens(batch) > 12)
+    assert all(len(batch["prompt_ids"]) == 1 for batch in trainer.seen if batch["computed_tokens"] > 12)
     assert max(trainer.logged("rows/largest_micro_batch_tokens")) > 12

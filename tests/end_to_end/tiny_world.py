@@ -26,8 +26,10 @@ from verifiers_embedded.in_process_server import InProcessServer
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.train.batching.micro_batches import computed_tokens
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.config import GRPOConfig
+from verifiers.train.loss.prefixes import SHARED_ROWS
 from verifiers.train.trainer import GRPOTrainer
 
 torch.set_num_threads(1)
@@ -190,7 +192,7 @@ class ObservedTrainer(GRPOTrainer):
         client: what it was made with.
         keeps_logps: set before training where `seen` is to have the trainer's own log-probs, `current_logps`, which
             takes a forward pass more for each micro-step.
-        seen: a dict of cloned inputs for each micro-step, with `step`.
+        seen: a dict of cloned inputs for each micro-step, with `step` and `computed_tokens`, without their layout.
     """
 
     keeps_logps = False
@@ -201,8 +203,8 @@ class ObservedTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        kept = {name: value.clone() for name, value in inputs.items()}
-        kept["step"] = self.state.global_step
+        kept: dict[str, Any] = {n: value.clone() for n, value in inputs.items() if n != SHARED_ROWS}
+        kept |= {"step": self.state.global_step, "computed_tokens": computed_tokens(inputs)}
         if self.keeps_logps:
             kept["current_logps"] = self.logprobs.of_model(self.model, inputs)
         self.seen.append(kept)

@@ -236,6 +236,7 @@ def arguments() -> Any:
         loss_type="dapo",
         scale_rewards="group",
         advantage_estimator="group",
+        turn_discount=None,
         require_full_groups=False,
         mask_truncated_completions=False,
         zero_truncated_completions=False,

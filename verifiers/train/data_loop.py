@@ -211,7 +211,7 @@ class DataLoop:
         self._places = [_places(trained.micro_steps[start : start + each]) for start in starts]
         self._logged = block, step, trained.dropped
         self._log_again()
-        packing = packing_metrics(trained.micro_steps, shares=self._args.share_prefixes)
+        packing = packing_metrics(trained.micro_steps)
         self._warn_over_budget(packing["rows/largest_micro_batch_tokens"])
         return {**self._record(block, trained, step), **packing}
 

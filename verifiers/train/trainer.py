@@ -157,6 +157,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.last_block: ScoredBlock | None = None
         plan = with_one_bos(plan, self._rows, self.processing_class)
         self.sampling_args = plan.sampling_args
+        self._settle_prefixes()
         self._make_parts(plan, client, weight_sync)
         self._set_callbacks(callbacks or [])
 
@@ -175,7 +176,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.ref_model,
             batch_size=args.old_logprobs_batch_size,
             temperature=self.temperature,
-            shares=self._shares_prefixes(),
         )
         self.check = LogprobCheck.of_run(
             args,
@@ -228,7 +228,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         self.updates = FiniteUpdates(accelerator, self.ranks, self.data_loop.drop_update)
 
-    def _shares_prefixes(self) -> bool:
+    def _settle_prefixes(self) -> None:
         """Turn `share_prefixes` off where the model cannot; rows are packed by it too."""
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         base = policy.get_base_model() if is_peft_model(policy) else policy
@@ -238,7 +238,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "each row is computed on its own: its prompt cannot be shared with this model (linear attention, a "
                 "window below max_seq_len, a kernel that is not sdpa, or a router loss)"
             )
-        return bool(args.share_prefixes)
 
     def _set_callbacks(self, given: Sequence[Any]) -> None:
         # lines of our own replace the bar and the raw dicts of transformers

@@ -68,6 +68,7 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "off_policy_mask_threshold": None,
         "vllm_importance_sampling_mode": "token_truncate",
         "advantage_estimator": "group",
+        "turn_discount": None,
     }
     return SimpleNamespace(**{**defaults, **values})
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_head
-from verifiers.train.loss.prefixes import can_share, share_prefixes
+from verifiers.train.loss.prefixes import SHARED_ROWS, can_share, share_prefixes, whole_rows
 from verifiers.train.processes.distributed import Ranks
 
 WORDS = 60
@@ -51,7 +51,7 @@ def made(config: Any) -> Any:
     return hf.AutoModelForCausalLM.from_config(config).float()
 
 
-def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
+def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
     """Lay rows of a prompt and a completion out as `pad_rows` does, prompts of one length."""
     shared = min(len(prompt) for prompt, _ in rows)
     columns = [(prompt[:shared], prompt[shared:] + completion) for prompt, completion in rows]
@@ -83,10 +83,11 @@ def scored(model: Any, rows: list[tuple[list[int], list[int]]], *, shares: bool)
         None,
         batch_size=None,
         temperature=0.7,
-        shares=shares,
     )
     model.zero_grad()
     batch = batch_of(rows)
+    if shares:
+        batch[SHARED_ROWS] = share_prefixes(*whole_rows(batch))
     found = logprobs.score(model, batch)
     weights = torch.randn(found.logps_RC.shape, generator=torch.Generator().manual_seed(3)) * batch["completion_mask"]
     ((found.logps_RC + 0.1 * found.entropy_RC) * weights).sum().backward()

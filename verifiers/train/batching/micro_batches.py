@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import TokenSequence
-from verifiers.train.loss.prefixes import share_prefixes, whole_rows
+from verifiers.train.loss.prefixes import SHARED_ROWS, whole_rows
 
 __all__ = [
     "PADDING",
@@ -56,8 +56,8 @@ __all__ = [
 TensorDict = dict[str, Any]
 """Row-aligned columns by name, before they are padded."""
 
-MicroBatch = dict[str, Tensor]
-"""Tensors of the rows that go through the model together."""
+MicroBatch = dict[str, Any]
+"""Tensors of the rows that go through the model together, and the layout of the prefixes that they share."""
 
 MicroSteps = list[list[list[MicroBatch]]]
 """By [micro-step][rank][micro-batch]; the ranks of a micro-step have equally many."""
@@ -382,21 +382,16 @@ def all_micro_batches(steps: MicroSteps) -> Iterator[MicroBatch]:
             yield from micro_batches
 
 
-def computed_tokens(batch: MicroBatch, *, shares: bool = False) -> int:
-    """Return the tokens that the model computes for a micro-batch: with padding, or laid out by `share_prefixes`."""
-    ids_RT, mask_RT = whole_rows(batch, "cpu")
-    shared = share_prefixes(ids_RT, mask_RT) if shares else None
-    return ids_RT.numel() if shared is None else len(shared.ids_N)
+def computed_tokens(batch: MicroBatch) -> int:
+    """Return the tokens that the model computes for a micro-batch: with padding, or laid out with shared prefixes."""
+    layout = batch.get(SHARED_ROWS)
+    return whole_rows(batch)[0].numel() if layout is None else len(layout.ids_N)
 
 
-def packing_metrics(steps: MicroSteps, *, shares: bool = False) -> dict[str, float]:
-    """Return the padding, number and size of a block's micro-batches, over all ranks.
-
-    Args:
-        shares: prefixes that rows share are computed once.
-    """
+def packing_metrics(steps: MicroSteps) -> dict[str, float]:
+    """Return the padding, number and size of a block's micro-batches, over all ranks."""
     batches = list(all_micro_batches(steps))
-    sizes = [computed_tokens(batch, shares=shares) for batch in batches]
+    sizes = [computed_tokens(batch) for batch in batches]
     masks = ("prompt_mask", "completion_mask")
     real = sum(int(batch[name][~batch["is_padding"]].sum()) for batch in batches for name in masks)
     return {

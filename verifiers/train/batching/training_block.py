@@ -39,7 +39,7 @@ from verifiers.train.batching.micro_batches import (
 from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
-from verifiers.train.loss.prefixes import LEAST_SAVED
+from verifiers.train.loss.prefixes import LEAST_SAVED, SHARED_ROWS, share_prefixes, whole_rows
 from verifiers.types import RolloutKey
 
 __all__ = [
@@ -139,7 +139,7 @@ def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig) -> Micr
     unweighted = {rollout.key: 0.0 for rollout in block.rollouts if rollout.is_scored}
     samples, _ = block_samples(block, unweighted, args.max_seq_len)
     packing = _packing(samples, plan.steps_per_generation, plan, args)
-    return _packed({"samples": _with_padding(samples, packing)}, packing)
+    return _packed({"samples": _with_padding(samples, packing)}, packing, args)
 
 
 def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
@@ -411,7 +411,7 @@ def _pack_update(
     trained_in = sum(bool(sampled_R[cell].any()) for cell in cells)
     weights_R = token_weights(UpdateRows(rollout_R, cell_R, *size, trained_in), args)
     update_tokens = torch.tensor(float(max(size.tokens, 1)))
-    return _packed({"samples": whole, "token_weights": weights_R, "update_tokens": update_tokens}, packing)
+    return _packed({"samples": whole, "token_weights": weights_R, "update_tokens": update_tokens}, packing, args)
 
 
 def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:
@@ -437,10 +437,22 @@ def _with_padding(samples: Sequence[TrainingSample], packing: Packing) -> list[T
     return [*samples, *[PADDING] * (placed - len(samples))]
 
 
-def _packed(rows: TensorDict, packing: Packing) -> MicroSteps:
+def _packed(rows: TensorDict, packing: Packing, args: GRPOConfig) -> MicroSteps:
     """Return the padded micro-batches of a packing, by [micro-step][rank][micro-batch]."""
     batches = [batch for step in packing for of_rank in step for batch in of_rank]
     order = [row for batch in batches for row in batch]
     parts = split_tensor_dict(shuffle_tensor_dict(rows, order), [len(batch) for batch in batches])
-    padded = iter([pad_rows(part.pop("samples")) | part for part in parts])
+    padded = iter([_laid_out(pad_rows(part.pop("samples")) | part, args) for part in parts])
     return [[[next(padded) for _ in of_rank] for of_rank in step] for step in packing]
+
+
+def _laid_out(batch: MicroBatch, args: GRPOConfig) -> MicroBatch:
+    """Add the layout of prefixes that are computed once, where that saves enough."""
+    if not args.share_prefixes:
+        return batch
+    ids_RT, mask_RT = whole_rows(batch)
+    most = args.max_tokens_per_micro_batch
+    # packed by what it shares, it may be too large without
+    is_too_large = most is not None and ids_RT.numel() > most
+    layout = share_prefixes(ids_RT, mask_RT, least_saved=0.0 if is_too_large else LEAST_SAVED)
+    return batch if layout is None else batch | {SHARED_ROWS: layout}

@@ -24,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from verifiers.train.loss.prefixes import share_prefixes, whole_rows
+from verifiers.train.loss.prefixes import SHARED_ROWS, whole_rows
 from verifiers.train.processes.distributed import Ranks
 
 __all__ = ["PolicyLogprobs", "Scored", "fuse_head", "fuse_heads", "head_log_probs", "log_probs_of_copy"]
@@ -114,7 +114,7 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
         body = self.base_model(*args, **{**kwargs, "use_cache": False})
         # a model that is spread over devices takes its labels on the first and may end on another
         scored_RT = (labels_RT := labels_RT.to(body.last_hidden_state.device)) != IGNORED
-        shared = kwargs.get("shared_rows")
+        shared = kwargs.get(SHARED_ROWS)
         states_NH = (
             body.last_hidden_state[:, :-1][scored_RT]
             if shared is None
@@ -178,29 +178,29 @@ class PolicyLogprobs:
         *,
         batch_size: int | None,
         temperature: float,
-        shares: bool = False,
     ) -> None:
-        self._shares = shares
         self._accelerator, self._ranks, self._policy, self._reference = accelerator, ranks, policy, reference
         self._batch_size, self._temperature = batch_size, temperature
         ranks.register("score", self.of_policy)
 
-    def score(self, model: Any, batch: Mapping[str, Tensor], *, experts: bool = False) -> Scored:
+    def score(self, model: Any, batch: Mapping[str, Any], *, experts: bool = False) -> Scored:
         """Score the completions of a micro-batch by a model whose head is fused.
 
         Args:
+            batch: ids and masks, and the layout of its rows' prefixes where they share some.
             experts: ask for the router's loss.
         """
         width = batch["completion_ids"].size(1)
-        ids_RT, mask_RT = whole_rows(batch, self._accelerator.device)
+        device = self._accelerator.device
+        ids_RT, mask_RT = (whole.to(device) for whole in whole_rows(batch))
         labels_RT = ids_RT.masked_fill(mask_RT == 0, IGNORED)
         labels_RT[:, :-width] = IGNORED
         options: dict[str, Any] = {"input_ids": ids_RT, "attention_mask": mask_RT}
         if experts:
             # a mean over the tokens that the router sees
             options["output_router_logits"] = True
-        elif self._shares and (shared := share_prefixes(ids_RT, mask_RT)) is not None:
-            options = shared.inputs()
+        elif (shared := batch.get(SHARED_ROWS)) is not None:
+            options = shared.to(device).inputs()
         with self._accelerator.autocast():
             found = model(labels=labels_RT, fused_lm_head=True, **options)
         entropy_RC = None if found.entropy is None else found.entropy[:, -width:]
@@ -209,12 +209,14 @@ class PolicyLogprobs:
     @torch.no_grad()
     def of_model(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs (R, C) of a micro-batch's completions under a model."""
-        was_training, size = model.training, self._batch_size or len(batch["completion_ids"])
-        sides = [f"{side}_{kind}" for side in ("prompt", "completion") for kind in ("ids", "mask")]
-        parts = zip(*(batch[name].split(size) for name in sides), strict=True)
+        was_training, size, parts = model.training, self._batch_size, [batch]
+        if size is not None and size < len(batch["completion_ids"]):
+            sides = [f"{side}_{kind}" for side in ("prompt", "completion") for kind in ("ids", "mask")]
+            columns = zip(*(batch[name].split(size) for name in sides), strict=True)
+            parts = [dict(zip(sides, column, strict=True)) for column in columns]
         model.eval()
         try:
-            return torch.cat([self.score(model, dict(zip(sides, part, strict=True))).logps_RC for part in parts])
+            return torch.cat([self.score(model, part).logps_RC for part in parts])
         finally:
             model.train(was_training)
 
@@ -262,7 +264,7 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
         batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C).
         batch_size: rows in one forward pass.
     """
-    ids_RT, mask_RT = whole_rows(batch, copy.device)
+    ids_RT, mask_RT = (whole.to(copy.device) for whole in whole_rows(batch))
     width = batch["completion_ids"].size(1)
     found = []
     for ids, mask in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), strict=True):

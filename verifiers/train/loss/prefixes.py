@@ -16,21 +16,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-__all__ = ["LEAST_SAVED", "SharedRows", "can_share", "share_prefixes", "whole_rows"]
+__all__ = ["LEAST_SAVED", "SHARED_ROWS", "SharedRows", "can_share", "share_prefixes", "whole_rows"]
 
 LEAST_SAVED = 0.2
 """Share of a micro-batch's tokens, padding included, from which fewer tokens outweigh more calls of attention."""
 
-_OPTION = "shared_rows"
+SHARED_ROWS = "shared_rows"
+"""The layout's name in a micro-batch, and among the arguments of a model's forward."""
+
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _TOLERANCE_16_BIT = 0.05
+
+_Ids = npt.NDArray[np.int64]
 
 
 class Branches(NamedTuple):
@@ -63,6 +69,14 @@ class SharedRows:
     place_RT: Tensor
     groups: tuple[Branches, ...]
 
+    def to(self, device: Any) -> SharedRows:
+        """Return the layout on a device."""
+        groups = [
+            one._replace(places_GC=one.places_GC.to(device), is_real_GC=one.is_real_GC.to(device))
+            for one in self.groups
+        ]
+        return SharedRows(self.ids_N.to(device), self.positions_N.to(device), self.place_RT.to(device), tuple(groups))
+
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a model's forward; attention that does not know the layout would see all tokens."""
         everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.ids_N.device)
@@ -70,63 +84,63 @@ class SharedRows:
             "input_ids": self.ids_N[None],
             "position_ids": self.positions_N[None],
             "attention_mask": everything,
-            _OPTION: self,
+            SHARED_ROWS: self,
         }
 
 
-def whole_rows(batch: Mapping[str, Tensor], device: Any) -> tuple[Tensor, Tensor]:
+def whole_rows(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return ids and mask (R, T) of prompts and completions together."""
-    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(device)
-    return ids_RT, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(device)
+    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return ids_RT, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
 def share_prefixes(ids_RT: Tensor, mask_RT: Tensor, *, least_saved: float = LEAST_SAVED) -> SharedRows | None:
     """Lay rows out with their common prefixes once; None where that saves less than a share of R x T tokens.
 
     Args:
+        ids_RT: on the CPU, as the mask and the layout are.
         mask_RT: 1 on real tokens, which are next to each other in each row.
     """
-    rows = [ids[mask.bool()].tolist() for ids, mask in zip(ids_RT.cpu(), mask_RT.cpu(), strict=True)]
+    is_real_RT = mask_RT.numpy().astype(bool)
+    rows = [ids[is_real] for ids, is_real in zip(ids_RT.numpy(), is_real_RT, strict=True)]
     groups = list(_groups(rows))
     tokens = sum(prefix + sum(len(rows[row]) - prefix for row in members) for members, prefix in groups)
     if tokens > (1 - least_saved) * ids_RT.numel():
         return None
-    ids: list[int] = []
-    positions: list[int] = []
-    places: list[list[int]] = [[] for _ in rows]
+    ids, positions = [], []
+    place_RT = np.zeros(ids_RT.shape, np.int64)
     found: list[Branches] = []
+    end = 0
     for members, prefix in groups:
-        start = len(ids)
-        ids += rows[members[0]][:prefix]
-        positions += range(prefix)
-        for row in members:
-            first, length = len(ids), len(rows[row])
-            ids += rows[row][prefix:]
-            positions += range(prefix, length)
-            places[row] = [*range(start, start + prefix), *range(first, first + length - prefix)]
-        rests = [places[row][prefix:] for row in members]
-        longest = max(map(len, rests))
-        filled = [[*rest, *[start] * (longest - len(rest))] for rest in rests]
-        real = [[True] * len(rest) + [False] * (longest - len(rest)) for rest in rests]
-        shape, device = (len(rests), longest), ids_RT.device
-        places_GC = torch.tensor(filled, dtype=torch.long, device=device).view(shape)
-        found.append(Branches(start, prefix, places_GC, torch.tensor(real, device=device).view(shape)))
-    place_RT = torch.zeros(ids_RT.shape, dtype=torch.long)
-    place_RT[mask_RT.cpu().bool()] = torch.tensor([place for row in places for place in row])
-    ids_N, positions_N = (torch.tensor(values, device=ids_RT.device) for values in (ids, positions))
-    return SharedRows(ids_N, positions_N, place_RT.to(ids_RT.device), tuple(found))
+        start, end = end, end + prefix
+        ids.append(rows[members[0]][:prefix])
+        positions.append(np.arange(prefix))
+        longest = max(len(rows[row]) for row in members) - prefix
+        places_GC = np.full((len(members), longest), start)
+        for place, row in enumerate(members):
+            rest = rows[row][prefix:]
+            ids.append(rest)
+            positions.append(np.arange(prefix, prefix + len(rest)))
+            own = places_GC[place, : len(rest)] = np.arange(end, end + len(rest))
+            place_RT[row, is_real_RT[row]] = np.concatenate([np.arange(start, start + prefix), own])
+            end += len(rest)
+        rests = np.array([[len(rows[row]) - prefix] for row in members])
+        is_real_GC = torch.from_numpy(np.arange(longest) < rests)
+        found.append(Branches(start, prefix, torch.from_numpy(places_GC), is_real_GC))
+    ids_N, positions_N = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, positions))
+    return SharedRows(ids_N, positions_N, torch.from_numpy(place_RT), tuple(found))
 
 
-def _groups(rows: Sequence[list[int]]) -> Iterator[tuple[list[int], int]]:
+def _groups(rows: Sequence[_Ids]) -> Iterator[tuple[list[int], int]]:
     """Yield the numbers of rows that share a prefix, and its length, so that few tokens are left.
 
-    In the order of their tokens neighbours have most in common; a row joins those before it where the tokens saved
+    In the order of their bytes neighbours have most in common; a row joins those before it where the tokens saved
     do not become fewer, though the prefix of all may become shorter.
     """
-    order = sorted(range(len(rows)), key=rows.__getitem__)
+    order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
     members, prefix = [order[0]], len(rows[order[0]])
     for row in order[1:]:
-        common = _common(rows[members[0]], rows[row], prefix)
+        common = _common(rows[members[0]][:prefix], rows[row][:prefix])
         if common * len(members) > prefix * (len(members) - 1):
             members.append(row)
             prefix = common
@@ -136,10 +150,11 @@ def _groups(rows: Sequence[list[int]]) -> Iterator[tuple[list[int], int]]:
     yield members, prefix
 
 
-def _common(one: list[int], other: list[int], most: int) -> int:
-    """Return how many tokens two rows begin with in common, at most so many."""
-    most = min(most, len(other))
-    return next((place for place in range(most) if one[place] != other[place]), most)
+def _common(one: _Ids, other: _Ids) -> int:
+    """Return how many tokens two rows begin with in common."""
+    most = min(len(one), len(other))
+    differ = one[:most] != other[:most]
+    return int(differ.argmax()) if differ.any() else most
 
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -149,7 +164,7 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend as transformers' "sdpa" does, but where the tokens are laid out with shared prefixes."""
-    layout: SharedRows | None = options.pop(_OPTION, None)
+    layout: SharedRows | None = options.pop(SHARED_ROWS, None)
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     repeats = query.shape[1] // key.shape[1]
@@ -200,12 +215,14 @@ def can_share(model: Any, longest_row: int | None) -> bool:
 
 def _computes_alike(model: Any) -> bool:
     size = min(model.config.get_text_config().vocab_size, 1000)
-    ids_RT = torch.arange(3 * 9, device=model.device).view(3, 9).remainder(size)
+    ids_RT = torch.arange(3 * 9).view(3, 9).remainder(size)
     ids_RT[:, :5] = ids_RT[0, :5]
     mask_RT = torch.ones_like(ids_RT)
     mask_RT[0, 7:] = 0
-    layout = share_prefixes(ids_RT, mask_RT, least_saved=0.0)
-    assert layout is not None
+    found = share_prefixes(ids_RT, mask_RT, least_saved=0.0)
+    assert found is not None
+    layout = found.to(model.device)
+    ids_RT, mask_RT = ids_RT.to(model.device), mask_RT.to(model.device)
     was_training = model.training
     model.eval()
     try:
