@@ -237,6 +237,7 @@ def arguments() -> Any:
         scale_rewards="group",
         advantage_estimator="group",
         turn_discount=None,
+        teacher_url=None,
         require_full_groups=False,
         mask_truncated_completions=False,
         zero_truncated_completions=False,

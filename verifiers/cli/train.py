@@ -84,7 +84,8 @@ def train(
     env = load_environments(run)
     eval_env = load_eval_environments(run)
     try:
-        config = GRPOConfig(**{"output_dir": "outputs/" + run.name, **_server_settings(run), **run.trainer})
+        settings = {"output_dir": "outputs/" + run.name, **_server_settings(run), **_teacher_settings(run)}
+        config = GRPOConfig(**{**settings, **run.trainer})
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -124,6 +125,11 @@ def train(
                     start_timeout_s=run.server.start_timeout,
                 )
             )
+        if run.teacher is not None and run.teacher.path is not None and is_rank_0:
+            start_timeout_s = run.server.start_timeout
+            config.teacher_url = stack.enter_context(
+                launched_server("embedded", run.teacher.path, start_timeout_s=start_timeout_s)
+            )
         overlaps = config.shares_cores and config.num_batches_ahead > 0
         if (line := share_cores(overlaps=overlaps)) and is_rank_0:
             print(line, flush=True)
@@ -153,6 +159,13 @@ def _server_settings(run: RunFile) -> dict[str, str]:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return {"rollout_device": f"{accelerator.type}:{min(1, torch.accelerator.device_count() - 1)}"}
+
+
+def _teacher_settings(run: RunFile) -> dict[str, str | None]:
+    """Return the settings of a run's teacher; of one that is to be started the path, until it has a URL."""
+    if run.teacher is None:
+        return {}
+    return {"teacher_url": run.teacher.url or run.teacher.path, "teacher_model": run.teacher.model}
 
 
 def load_environments(run: RunFile) -> Environment:

@@ -27,6 +27,7 @@ from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.run import RolloutActivity, Run
+from verifiers.rollouts.teacher import Teacher
 from verifiers.types import Outcome
 
 logger = logging.getLogger("verifiers.rollouts")
@@ -49,6 +50,7 @@ class AsyncBatchGenerator:
         vocab_size: number of token ids that the policy has: an answer with another is a failed try.
         drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
             up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
+        teacher: tells of a block's sampled tokens how likely they are to it.
 
     Use as a context manager, or call `start` and `close`. Thread-safe.
     """
@@ -73,6 +75,7 @@ class AsyncBatchGenerator:
         vocab_size: int | None = None,
         group_policy: GroupPolicy | None = None,
         drop_stragglers_after_s: float | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         if num_batches_ahead < 0:
             raise ConfigError(f"num_batches_ahead is {num_batches_ahead}; give 0 (on policy) or more.")
@@ -92,7 +95,7 @@ class AsyncBatchGenerator:
             "vocab_size": vocab_size,
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
-        self._group_policy = group_policy
+        self._group_policy, self._teacher = group_policy, teacher
         self._drop_after_s = drop_stragglers_after_s
         self._changed = threading.Condition()
         self._pending: dict[int, BlockRun | None] = {}
@@ -290,7 +293,7 @@ class AsyncBatchGenerator:
                 self._changed.notify_all()
 
         try:
-            rollouts = self.rollout_run(on_rollout=self._count)
+            rollouts = self.rollout_run(on_rollout=self._count, teacher=self._teacher)
             run = BlockRun(rollouts, batch, policy=self._group_policy, on_groups=on_groups)
             with self._changed:
                 self._pending[block_id] = run

@@ -75,6 +75,9 @@ class TokenSequence:
         unreported_version: the newest version that may have sampled tokens which the server does not stamp (see
             `Turn`); None where there are none.
         turn_lengths: sampled tokens of each policy turn in this row, by the turn's number in its rollout, in order.
+        teacher_logprobs: a teacher's of the sampled tokens; 0.0 where `loss_mask` is 0; length T, or 0 without one.
+        teacher_ids: the likeliest tokens to the teacher, as many for each sampled token, where they were asked for.
+        teacher_ids_logprobs: the teacher's log-probs of these.
     """
 
     prompt_ids: MutableSequence[int]
@@ -84,6 +87,9 @@ class TokenSequence:
     versions: MutableSequence[int] = field(default_factory=list)
     is_truncated: bool = False
     unreported_version: int | None = None
+    teacher_logprobs: MutableSequence[float] = field(default_factory=list)
+    teacher_ids: MutableSequence[int] = field(default_factory=list)
+    teacher_ids_logprobs: MutableSequence[float] = field(default_factory=list)
     turn_lengths: dict[int, int] = field(default_factory=dict)
 
     def pack(self) -> None:

@@ -28,6 +28,7 @@ from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, RolloutRequest, failure_from
+from verifiers.rollouts.teacher import Teacher
 from verifiers.rubrics.scoring import added_by_turn, grading_deadline
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
 
@@ -146,6 +147,7 @@ class Run:
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
         check_call: of each trained call where tokens are required; see `RolloutClient`.
+        teacher: tells how likely the tokens of finished rollouts are to it, before they are scored.
         on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
         workers: give the player of a rollout, where the environment does not play it itself; see `player`.
@@ -164,6 +166,7 @@ class Run:
     token_in: TokenIn | None = None
     check_call: Callable[[Mapping[str, Any]], None] | None = None
     vocab_size: int | None = None
+    teacher: Teacher | None = None
     on_end: Callable[[Rollout], None] | None = None
     on_rollout: Callable[[Rollout], None] | None = None
     activity: RolloutActivity = field(default_factory=RolloutActivity)
@@ -294,9 +297,13 @@ class Run:
     async def score(self, rollouts: Sequence[Rollout]) -> None:
         """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`.
 
-        Where the worker that holds them died, they become `environment_error`.
+        Where the worker that holds them died, they become `environment_error`; where a teacher does not answer,
+        `provider_error`.
         """
         finished = [rollout for rollout in rollouts if rollout.failure is None]
+        if self.teacher is not None:
+            await self.teacher.judge(finished)
+            finished = [rollout for rollout in finished if rollout.failure is None]
         if not finished:
             return
         states = [rollout.state for rollout in finished]

@@ -72,6 +72,14 @@ class GRPOConfig(trl.GRPOConfig):
             later ones, each multiplied by this once more a turn; the group's advantages of each turn's returns are
             added to the rollout's own. 1.0 for plain sums, 0.0 for the turn's own reward alone; None for no such
             credit.
+        teacher_url: base URL, with "/v1", of the server of a teacher, which must have the policy's tokenizer; it is
+            asked for log-probs of the sampled tokens (`prompt_logprobs`). None for no distillation.
+        teacher_model: the teacher's name there; the first that the server lists when left out.
+        teacher_coef: what log pi_teacher - log pi of each sampled token is multiplied by when it is added to the
+            token's advantage.
+        teacher_top_k: train towards so many of the teacher's likeliest tokens in each place instead, by the KL of the
+            teacher to the policy over them, which `teacher_coef` weighs in the loss; 0 for the sampled tokens alone.
+        use_rewards: False trains towards the teacher alone: rewards are logged, and their advantages count as 0.
         kl_estimator: of the KL term that `beta` weighs in the loss: "k1", "k2" or "k3", which is TRL's own; "k3" when
             left out.
         kl_in_reward: subtract `beta` times the rollout's KL to the reference, estimated by k1, from its reward, in
@@ -146,6 +154,11 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_importance_sampling_mode: str = "token_truncate"
     advantage_estimator: str = "group"
     turn_discount: float | None = None
+    teacher_url: str | None = None
+    teacher_model: str | None = None
+    teacher_coef: float = 1.0
+    teacher_top_k: int = 0
+    use_rewards: bool = True
     kl_estimator: str | None = None
     kl_in_reward: bool = False
     max_tokens_per_micro_batch: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -228,6 +229,26 @@ def _loss(args: Any) -> _Refusals:
         discount is not None and not 0 <= discount <= 1,
         f"turn_discount is {discount}; give 0.0 (a turn's own reward) to 1.0 (all later ones with it), or leave it "
         "out.",
+    )
+    teacher = args.teacher_url
+    yield (
+        args.teacher_top_k < 0 or not 0 < args.teacher_coef < math.inf,
+        f"teacher_top_k is {args.teacher_top_k} and teacher_coef {args.teacher_coef}; give 0 or more tokens, and a "
+        "coefficient above 0.",
+    )
+    yield (
+        not teacher and not args.use_rewards,
+        "use_rewards=False leaves nothing to train on without a teacher; give teacher_url, or leave it out.",
+    )
+    yield (
+        bool(teacher) and args.temperature != 1.0,
+        f"a teacher's log-probs are at temperature 1, and the policy samples at temperature={args.temperature}; set "
+        "temperature=1.0.",
+    )
+    yield (
+        bool(teacher) and args.dynamic_sampling,
+        "dynamic_sampling replaces groups whose rewards are all equal, and a teacher trains these too; leave one of "
+        "the two out.",
     )
     level, mode = args.importance_sampling_level, args.vllm_importance_sampling_mode
     yield (

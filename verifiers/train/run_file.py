@@ -51,6 +51,16 @@ class ServerTable(_Table):
     start_timeout: float = Field(default=180.0, gt=0, description="How long it may take to start, in seconds.")
 
 
+class TeacherTable(_Table):
+    """`[teacher]`: distil this model into the policy; `teacher_coef` and other settings of it are in `[trainer]`."""
+
+    url: str | None = Field(default=None, description="Base URL of its running server, with /v1.")
+    model: str | None = Field(default=None, description="Its name there; the first listed if left out.")
+    path: Annotated[str, AfterValidator(os.path.expanduser)] | None = Field(
+        default=None, description="Directory or hub name to serve beside the trainer, by the embedded server."
+    )
+
+
 class LoraTable(_Table):
     """`[lora]`: train an adapter instead of all weights; leave the table out for full training."""
 
@@ -92,6 +102,7 @@ class RunFile(_Table):
     server: ServerTable = Field(default_factory=ServerTable)
     trainer: dict[str, Any] = Field(default_factory=dict, description="Fields of verifiers.GRPOConfig.")
     lora: LoraTable | None = Field(default=None)
+    teacher: TeacherTable | None = Field(default=None)
     workers: WorkerSettings = Field(default_factory=WorkerSettings)
     cluster: ClusterTable = Field(default_factory=ClusterTable)
     curriculum: dict[str, Any] | None = Field(default=None, description="Stages, levels or pools of datasets.")
@@ -164,6 +175,9 @@ def _refuse_both(path: str | Path, run: RunFile) -> None:
             raise ConfigError(
                 f"{path}: [server] has {key} and [trainer] has {other}, so one would be ignored; leave one out."
             )
+    teacher = run.teacher
+    if teacher is not None and ((teacher.url is None) == (teacher.path is None) or run.trainer.get("teacher_url")):
+        raise ConfigError(f"{path}: [teacher] needs either url (of a running server) or path (of a model), once.")
     if run.environment is None and not run.environments:
         raise ConfigError(f"{path}: environment: Field required (give [environment], or [environments.NAME] tables).")
     for name in ("environment", "eval_environment"):

@@ -192,6 +192,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             plan,
             run.sampling_args,
             self.publisher,
+            tokenizer,
             self.timer,
             # DeepSpeed takes its optimizer step with the last backward pass, before a check could be judged
             checks_meanwhile=not self.is_deepspeed_enabled,
@@ -374,6 +375,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.args,
             entropy_coef=self.entropy_bonus.coefficient,
             trained_RC=self.get_high_entropy_mask(entropy_RC, mask_RC, 1 - quantile) if quantile < 1.0 else None,
+            others_RCK=scored.others_RCK,
         )
         if scored.router_loss is not None:
             loss = loss + self.router_aux_loss_coef * scored.router_loss * mask_RC.sum() / inputs["update_tokens"]

@@ -69,6 +69,7 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "vllm_importance_sampling_mode": "token_truncate",
         "advantage_estimator": "group",
         "turn_discount": None,
+        "teacher_url": None,
     }
     return SimpleNamespace(**{**defaults, **values})
 

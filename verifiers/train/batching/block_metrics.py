@@ -74,7 +74,7 @@ def block_metrics(
 
 
 def _with_advantage(block: ScoredBlock, trained: TrainingBlock) -> int:
-    """Return how many rollouts have an advantage; one that is only the KL penalty's does not count."""
+    """Return how many rollouts have an advantage, or a teacher's log-probs; the KL penalty's alone does not count."""
     without = {
         rollout.key
         for group, values in zip(block.groups, trained.advantages.result.advantages, strict=True)
@@ -82,7 +82,10 @@ def _with_advantage(block: ScoredBlock, trained: TrainingBlock) -> int:
         # a list is given, or of turns
         if value == 0.0 and rollout.advantage is None and not isinstance(trained.advantages.get(rollout.key), list)
     }
-    return sum(_has_gradient(given) and key not in without for key, given in trained.advantages.items())
+    taught = {rollout.key for rollout in block.rollouts if any(row.teacher_logprobs for row in rollout.rows)}
+    return sum(
+        key in taught or (_has_gradient(given) and key not in without) for key, given in trained.advantages.items()
+    )
 
 
 def _deviations(block: ScoredBlock, trained: TrainingBlock) -> list[tuple[Group, float | None]]:

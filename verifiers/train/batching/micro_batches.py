@@ -129,6 +129,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
         - `loss_mask` (R, C): 1 on sampled tokens alone, for the loss
         - `sampler_logps` (R, C), float32: the sampler's, in nats; 0.0 off the sampled tokens
         - `advantages` (R, C), float32: of each sampled token; 0.0 off them
+        - `teacher_logps` (R, C), float32: a teacher's, where there is one; and `teacher_ids` and `teacher_ids_logps`
+          (R, C, K), where its K likeliest tokens were asked for; 0 off the sampled tokens
         - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a padding row),
           `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool
 
@@ -161,12 +163,24 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
         [logp if sampled else 0.0 for logp, sampled in zip(row.logprobs, row.loss_mask, strict=True)] for row in rows
     )
     versions = [-1 if padding else row.oldest_version for row, padding in zip(rows, is_padding, strict=True)]
-    return {
+    loss_mask_RC = of_completions((row.loss_mask for row in rows), torch.int64)
+    of_teacher: MicroBatch = {}
+    if any(row.teacher_logprobs for row in rows):
+        columns = (row.teacher_logprobs or [0.0] * len(row.loss_mask) for row in rows)
+        of_teacher["teacher_logps"] = of_completions(columns, torch.float32)
+    if any(row.teacher_ids for row in rows):
+        sampled = sum(row.sampled_tokens for row in rows)
+        for name, kind in (("teacher_ids", torch.int64), ("teacher_ids_logps", torch.float32)):
+            values = [value for row in rows for value in getattr(row, name.replace("logps", "logprobs"))]
+            values_NK = torch.tensor(values, dtype=kind).view(sampled, -1)
+            of_teacher[name] = values_NK.new_zeros(*loss_mask_RC.shape, values_NK.shape[1])
+            of_teacher[name][loss_mask_RC.bool()] = values_NK
+    return of_teacher | {
         "prompt_ids": _pad(kept, "left"),
         "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], "left"),
         "completion_ids": _pad(whole),
         "completion_mask": _pad([[1] * len(ids) for ids in whole]),
-        "loss_mask": of_completions((row.loss_mask for row in rows), torch.int64),
+        "loss_mask": loss_mask_RC,
         "sampler_logps": of_completions(sampled_logps, torch.float32),
         "advantages": of_completions((sample.advantages for sample in samples), torch.float32),
         "policy_versions": torch.tensor(versions),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import BatchRequest, GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
+from verifiers.rollouts.teacher import Teacher
 from verifiers.train.batching.advantages import has_zero_variance
 from verifiers.train.config import GRPOConfig
 from verifiers.train.weight_sync.protocol import WeightSync
@@ -50,13 +52,14 @@ class RolloutSession:
         plan: BatchPlan,
         sampling_args: dict[str, Any],
         publisher: WeightPublisher,
+        tokenizer: Any,
         timer: StageTimer,
         *,
         checks_meanwhile: bool,
     ) -> None:
         self._args, self._envs, self._rows, self._plan = args, envs, rows, plan
         self._sampling_args, self._publisher, self._timer = sampling_args, publisher, timer
-        self._checks_meanwhile = checks_meanwhile
+        self._checks_meanwhile, self._tokenizer = checks_meanwhile, tokenizer
         self.generator: AsyncBatchGenerator | None = None
         self.prefetcher: RolloutPrefetcher | None = None
 
@@ -85,6 +88,16 @@ class RolloutSession:
             zero_truncated_completions=args.zero_truncated_completions,
             by_turn=args.turn_discount is not None,
         )
+        teacher = None
+        if args.teacher_url:
+            teacher = Teacher(
+                args.teacher_url,
+                args.teacher_model,
+                api_key=os.environ.get("TEACHER_API_KEY", "EMPTY"),
+                top_k=args.teacher_top_k,
+                timeout_s=args.grading_timeout,
+                max_concurrent=args.max_concurrent,
+            )
         self.generator = AsyncBatchGenerator(
             self._envs[0],
             publisher.servers,
@@ -103,7 +116,10 @@ class RolloutSession:
                 retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
             ),
             drop_stragglers_after_s=args.drop_stragglers_after,
+            teacher=teacher,
         ).start()
+        if teacher is not None:
+            self.generator.run(teacher.check(self._tokenizer), args.server_wait)
         # writing a checkpoint to a slow disk holds the interpreter too, so not already at grading_timeout
         self.generator.exit_if_blocked(max(args.grading_timeout, args.async_generation_timeout))
         self.prefetcher = RolloutPrefetcher(

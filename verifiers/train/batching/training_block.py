@@ -155,6 +155,7 @@ def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool
         and args.entropy_coef == 0.0
         and not args.use_adaptive_entropy
         and args.top_entropy_quantile >= 1.0
+        and not args.teacher_url
         and not experts
         # a mean over a micro-step's own tokens counts every row of it
         and not LOSS_TYPES[args.loss_type].depends_on_micro_steps

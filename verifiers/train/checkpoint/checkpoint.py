@@ -296,6 +296,9 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
                 list(row.versions),
                 row.is_truncated,
                 row.unreported_version,
+                list(row.teacher_logprobs),
+                list(row.teacher_ids),
+                list(row.teacher_ids_logprobs),
                 list(row.turn_lengths.items()),
             ]
             for row in rollout.rows

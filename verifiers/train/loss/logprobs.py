@@ -20,6 +20,7 @@ import trl
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
@@ -34,20 +35,29 @@ IGNORED = -100
 
 _TILE_WORDS = 32_768
 _TILE_TOKENS = 4_096
+_GATHERED = 2**24
 _CPU_TILE = 2**22
 """Logits of a tile on the CPU: 16 MiB in float32."""
 
 
 def head_log_probs(
-    model: Any, states_NH: Tensor, ids_N: Tensor, temperature: float, outputs: tuple[str, ...] = ("log_probs",)
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs (N,) of tokens in float32, and their distributions' entropies (N,) or None.
+    model: Any,
+    states_NH: Tensor,
+    ids_N: Tensor,
+    temperature: float,
+    outputs: tuple[str, ...] = ("log_probs",),
+    others_NK: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log-probs (N,) of tokens in float32, their distributions' entropies (N,), and those (N, K) of others.
+
+    What was not asked for is None.
 
     Args:
         model: whose output embeddings and config turn the states into logits. Weights that FSDP shards are gathered.
         states_NH: last hidden states, each of the position before its token.
         temperature: divides the logits.
         outputs: "entropy" among them asks for entropies.
+        others_NK: other tokens at the same positions.
     """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
@@ -61,7 +71,22 @@ def head_log_probs(
     words = min(words, weight.shape[0])
     scale, cap = _logit_scale_and_cap(model.config)
     found = ChunkedLogProbFunction.apply(states_NH, weight, bias, ids_N, temperature, words, cap, scale, outputs)
-    return found[0], found[1]
+    logps_N, entropy_N = found[:2]
+    if others_NK is None:
+        return logps_N, entropy_N, None
+
+    def logits(states_NH: Tensor, ids_NK: Tensor) -> Tensor:
+        found_NK = torch.einsum("nh,nkh->nk", states_NH.float(), weight[ids_NK].float())
+        found_NK = (found_NK if bias is None else found_NK + bias[ids_NK]) * scale
+        return (found_NK if cap is None else cap * (found_NK / cap).tanh()) / temperature
+
+    # a row of the weight for each of them, gathered again in the backward pass; what a token's logit has more than
+    # the label's, its log-prob has more
+    ids_NK = torch.cat([ids_N[:, None], others_NK.to(weight.device)], 1)
+    tokens = max(1, _GATHERED // (ids_NK.shape[1] * weight.shape[1]))
+    parts = zip(states_NH.split(tokens), ids_NK.split(tokens), strict=True)
+    logits_NK = torch.cat([checkpoint(logits, *part, use_reentrant=False) for part in parts])
+    return logps_N, entropy_N, logits_NK[:, 1:] - logits_NK[:, :1] + logps_N[:, None]
 
 
 def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
@@ -109,7 +134,7 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(*args, **kwargs)
-        labels_RT = kwargs.pop("labels")[:, 1:]
+        labels_RT, others_RTK = kwargs.pop("labels")[:, 1:], kwargs.pop("others", None)
         # the body and the head are looked up in each call: FSDP and PEFT replace them
         body = self.base_model(*args, **{**kwargs, "use_cache": False})
         # a model that is spread over devices takes its labels on the first and may end on another
@@ -126,15 +151,23 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
             precision = torch.autocast(states_NH.device.type, enabled=False)
         head = self.get_output_embeddings()
         with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
-            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs)
+            others_NK = None if others_RTK is None else others_RTK[:, 1:].to(scored_RT.device)[scored_RT]
+            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs, others_NK)
         # masked_scatter keeps a micro-batch without any label connected to the model's parameters
-        logps, entropies = (
-            None if one is None else one.new_zeros(scored_RT.shape).masked_scatter(scored_RT.to(one.device), one)
-            for one in found
-        )
-        return FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(self, body, kwargs))
+        logps, entropies, others = (None if one is None else _scattered(one, scored_RT) for one in found)
+        output = FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(self, body, kwargs))
+        if others is not None:
+            output["others"] = others
+        return output
 
     model.forward = types.MethodType(forward, model)
+
+
+def _scattered(values: Tensor, places_RT: Tensor) -> Tensor:
+    """Put values (N,) or (N, K) at the N true places of a mask, with 0 elsewhere."""
+    shape = (*places_RT.shape, *values.shape[1:])
+    mask = places_RT.to(values.device).view(*places_RT.shape, *[1] * (values.dim() - 1)).expand(shape)
+    return values.new_zeros(shape).masked_scatter(mask, values)
 
 
 def _router_loss(model: Any, body: Any, given: dict[str, Any]) -> Any:
@@ -152,12 +185,14 @@ class Scored(NamedTuple):
     Attributes:
         logps_RC: log-prob of each completion token.
         entropy_RC: entropy of its distribution; None where the model's head was not asked for it.
+        others_RCK: log-probs of the tokens that a teacher finds likeliest; None where there are none.
         router_loss: load-balancing loss of a mixture of experts; None where it was not asked for.
     """
 
     logps_RC: Tensor
     entropy_RC: Tensor | None
     router_loss: Tensor | None
+    others_RCK: Tensor | None = None
 
 
 class PolicyLogprobs:
@@ -201,10 +236,14 @@ class PolicyLogprobs:
             options["output_router_logits"] = True
         elif (shared := batch.get(SHARED_ROWS)) is not None:
             options = shared.to(device).inputs()
+        if "teacher_ids" in batch:
+            before = ids_RT.shape[1] - width
+            options["others"] = torch.nn.functional.pad(batch["teacher_ids"].to(device), (0, 0, before, 0))
         with self._accelerator.autocast():
             found = model(labels=labels_RT, fused_lm_head=True, **options)
         entropy_RC = None if found.entropy is None else found.entropy[:, -width:]
-        return Scored(found.log_probs[:, -width:], entropy_RC, found.aux_loss)
+        others_RCK = found["others"][:, -width:] if "others" in found else None
+        return Scored(found.log_probs[:, -width:], entropy_RC, found.aux_loss, others_RCK)
 
     @torch.no_grad()
     def of_model(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -270,6 +309,6 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
     for ids, mask in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), strict=True):
         body = copy.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
         states = body.last_hidden_state[:, -width - 1 : -1].flatten(0, 1)
-        logps, _ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature)
+        logps, *_ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature)
         found.append(logps.view(len(ids), width))
     return torch.cat(found)

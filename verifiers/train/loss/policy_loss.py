@@ -44,6 +44,7 @@ def policy_loss(
     *,
     entropy_coef: float = 0.0,
     trained_RC: Tensor | None = None,
+    others_RCK: Tensor | None = None,
 ) -> tuple[Tensor, MeasuredLoss]:
     """Return the sum over tokens of weight x loss; over the micro-batches of an update that is its mean.
 
@@ -54,6 +55,7 @@ def policy_loss(
             `update_tokens`, and where there are any `old_logps` (those of this pass, if not) and `reference_logps`.
         entropy_coef: coefficient of the mean entropy over the update's tokens.
         trained_RC: tokens whose objective counts; all that were sampled when left out.
+        others_RCK: log pi of `teacher_ids`, with gradient, where the batch has them.
     """
     loss_type, terms = LOSS_TYPES[args.loss_type], token_terms(logps_RC, batch, args)
     objective_RC = loss_type.objective(terms, args)
@@ -73,6 +75,13 @@ def policy_loss(
         objective_RC = objective_RC - args.beta * kl_RC
         k3_RC = kl_terms(terms.logps_RC, reference_RC, terms.ratio, "k3", corrected=corrected)
         values["kl"] = terms.of_tokens(k3_RC)
+    if "teacher_logps" in batch:
+        values["teacher_kl"] = terms.of_tokens(terms.sampler_RC - terms.sampled(batch["teacher_logps"]))
+    if others_RCK is not None:
+        teacher_RCK = batch["teacher_ids_logps"]
+        forward_RC = terms.sampled((teacher_RCK.exp() * (teacher_RCK - others_RCK)).sum(-1))
+        objective_RC = objective_RC - args.teacher_coef * forward_RC
+        values["teacher_forward_kl"] = terms.of_tokens(forward_RC)
     losses_R = -(batch["token_weights"].unsqueeze(1) * terms.sampled(objective_RC)).sum(1)
     loss = losses_R.sum()
     measured = MeasuredLoss(loss.detach(), values, losses_R.detach().isfinite())
@@ -88,6 +97,11 @@ def token_terms(logps_RC: Tensor, batch: Mapping[str, Tensor], args: LossSetting
     logps_RC, sampler_RC, advantage_RC = (
         torch.where(mask_RC, values_RC, 0.0) for values_RC in (logps_RC, batch["sampler_logps"], batch["advantages"])
     )
+    if not args.use_rewards:
+        advantage_RC = torch.zeros_like(advantage_RC)
+    if "teacher_logps" in batch and "teacher_ids" not in batch:
+        teacher_RC = torch.where(mask_RC, batch["teacher_logps"], 0.0)
+        advantage_RC = advantage_RC + args.teacher_coef * (teacher_RC - sampler_RC)
     old_RC = torch.where(mask_RC, batch["old_logps"], 0.0) if "old_logps" in batch else logps_RC.detach()
     ratio = policy_ratios(logps_RC, old_RC, mask_RC, args.importance_sampling_level)
     correction_RC = torch.ones_like(old_RC)

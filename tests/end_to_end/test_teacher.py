@@ -1,0 +1,232 @@
+"""A teacher's log-probs reach the loss exactly; a teacher that does not answer is a failed rollout, never a 0."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+from tiny_models import character_tokenizer, write_random_qwen3
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from verifiers.errors import ConfigError
+from verifiers.inference.retry import RetryPolicy
+from verifiers.rollouts.rollout import Rollout, TokenSequence
+from verifiers.rollouts.teacher import Teacher
+from verifiers.testing.fake_server import FakeOpenAIServer
+from verifiers.types import Outcome, RolloutKey
+
+
+@pytest.fixture(scope="module")
+def teacher(other_model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
+    with tiny_world.EmbeddedServer(other_model_dir) as running:
+        yield running
+
+
+def all_log_probs(directory: Path, ids: list[int]) -> Tensor:
+    """Return (T - 1, V) log-probs of what follows each token, by transformers alone."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+def rows_of(trainer: Any) -> Iterator[tuple[list[int], int, dict[str, Tensor], int]]:
+    """Yield the ids of each real row, the first completion token's place, its micro-batch and its place there."""
+    for batch in trainer.seen:
+        for place in range(len(batch["prompt_ids"])):
+            if batch["sampled_tokens"][place]:
+                prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
+                ids = batch["completion_ids"][place][batch["completion_mask"][place].bool()].tolist()
+                yield prompt + ids, len(prompt), batch, place
+
+
+def test_the_teachers_log_probs_stand_at_the_sampled_tokens_and_make_the_advantages(
+    make_trainer: Callable[..., Any], teacher: tiny_world.EmbeddedServer, other_model_dir: Path
+) -> None:
+    trainer = make_trainer(tiny_world.Dialogue(), teacher_url=teacher.url, teacher_coef=0.5, max_steps=1)
+    trainer.train()
+    kl = []
+    for ids, first, batch, place in rows_of(trainer):
+        by_teacher = all_log_probs(other_model_dir, ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        mask = batch["loss_mask"][place][: len(ids) - first].bool()
+        expected = torch.where(mask, by_teacher[first - 1 :], 0.0)
+        torch.testing.assert_close(batch["teacher_logps"][place][: len(ids) - first], expected, atol=1e-4, rtol=0)
+        kl += (batch["sampler_logps"] - batch["teacher_logps"])[place][: len(ids) - first][mask].tolist()
+    assert trainer.logged("teacher_kl") == pytest.approx([sum(kl) / len(kl)], abs=1e-5)
+    # on policy the objective's gradient is advantage x grad log pi: of reward and teacher together
+    batch = {name: value for name, value in trainer.seen[0].items() if name not in ("step", "computed_tokens")}
+    added = dict(batch)
+    both = batch["advantages"] + 0.5 * (added.pop("teacher_logps") - batch["sampler_logps"])
+    added["advantages"] = torch.where(batch["loss_mask"].bool(), both, 0.0)
+    gradients = []
+    for given in (batch, added):
+        trainer.model.zero_grad()
+        tiny_world.GRPOTrainer._compute_loss(trainer, trainer.model, given).backward()
+        gradients.append(torch.cat([one.grad.flatten() for one in trainer.model.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert gradients[0].norm() > 0
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain head", "bias and soft cap"])
+def test_the_forward_kl_over_the_teachers_likeliest_tokens_has_the_gradient_of_full_logits(
+    make_trainer: Callable[..., Any], teacher: tiny_world.EmbeddedServer, other_model_dir: Path, scaled: bool
+) -> None:
+    options = {"teacher_top_k": 3, "teacher_coef": 2.0, "use_rewards": False, "max_steps": 1}
+    trainer = make_trainer(tiny_world.Dialogue(), teacher_url=teacher.url, **options)
+    trainer.train()
+    model = trainer.model
+    if scaled:
+        head = model.get_output_embeddings()
+        head.bias = torch.nn.Parameter(torch.linspace(-1, 1, head.weight.shape[0]))
+        model.config.final_logit_softcapping = 3.0
+    for ids, first, batch, place in rows_of(trainer):
+        by_teacher = all_log_probs(other_model_dir, ids)[first - 1 :]
+        for position in batch["loss_mask"][place].nonzero().flatten().tolist():
+            best = by_teacher[position].topk(3)
+            assert batch["teacher_ids"][place, position].tolist() == best.indices.tolist()
+            torch.testing.assert_close(batch["teacher_ids_logps"][place, position], best.values, atol=1e-4, rtol=0)
+    batch = {name: value for name, value in trainer.seen[0].items() if name not in ("step", "computed_tokens")}
+    model.zero_grad()
+    loss = tiny_world.GRPOTrainer._compute_loss(trainer, model, batch)
+    loss.backward()
+    found = torch.cat([one.grad.flatten() for one in model.parameters()])
+
+    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    model.zero_grad()
+    states = model.base_model(input_ids=ids_RT, attention_mask=mask_RT).last_hidden_state
+    logits = model.get_output_embeddings()(states)
+    if scaled:
+        logits = 3.0 * (logits / 3.0).tanh()
+    log_probs_RCV = logits.log_softmax(-1)[:, -batch["completion_ids"].shape[1] - 1 : -1]
+    by_teacher_RCK = batch["teacher_ids_logps"]
+    kl_RC = (by_teacher_RCK.exp() * (by_teacher_RCK - log_probs_RCV.gather(2, batch["teacher_ids"]))).sum(-1)
+    expected = 2.0 * (batch["token_weights"][:, None] * kl_RC * batch["loss_mask"]).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    wanted = torch.cat([one.grad.flatten() for one in model.parameters()])
+    torch.testing.assert_close(found, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_policy_comes_nearer_to_its_teacher_without_rewards(
+    make_trainer: Callable[..., Any], teacher: tiny_world.EmbeddedServer, top_k: int
+) -> None:
+    env = tiny_world.single_turn(reward=lambda **_: 0.0)
+    options = {"use_rewards": False, "teacher_top_k": top_k, "max_steps": 25, "learning_rate": 3e-3}
+    trainer = make_trainer(env, teacher_url=teacher.url, max_grad_norm=1.0, **options)
+    trainer.train()
+    kl = trainer.logged("teacher_kl")
+    # what the rewards say of it does not matter
+    assert min(trainer.logged("rollouts/with_advantage")) == 8
+    assert sum(kl[-3:]) < 0.85 * sum(kl[:3])
+
+
+# -- what does not answer -------------------------------------------------------------------------------------------
+
+
+def one_rollout() -> Rollout:
+    row = TokenSequence([1, 2], [3, 4], [1, 1], [-0.5, -0.5], [0, 0])
+    return Rollout(RolloutKey(0, 0, 0), Outcome.COMPLETED, [], [], rows=[row])
+
+
+def answer_of(*entries: Any) -> dict[str, Any]:
+    return {"choices": [{"prompt_logprobs": list(entries)}]}
+
+
+GOOD = [None, {"2": {"logprob": -1.0}}, {"3": {"logprob": -2.0}}, {"4": {"logprob": -0.25}}]
+BAD: dict[str, Any] = {
+    "no field": {"choices": [{}]},
+    "no choice": {"choices": []},
+    "too few": answer_of(*GOOD[:3]),
+    "another token": answer_of(*GOOD[:3], {"5": {"logprob": -1.0}}),
+    "not a number": answer_of(*GOOD[:3], {"4": {"logprob": math.nan}}),
+    "a text": answer_of(*GOOD[:3], {"4": {"logprob": "much"}}),
+    "infinite": answer_of(*GOOD[:3], {"4": {"logprob": -math.inf}}),
+    "above 0": answer_of(*GOOD[:3], {"4": {"logprob": 0.5}}),
+    "nothing in a place": answer_of(*GOOD[:3], None),
+}
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, answer: Any) -> Rollout:
+    teacher = Teacher("http://127.0.0.1:9/v1", "t", policy=RetryPolicy(max_attempts=2, base_s=0.0))
+    tries = []
+
+    async def post(path: str, body: Any) -> Any:
+        tries.append((path, body))
+        return answer
+
+    monkeypatch.setattr(teacher._backend, "post", post)
+    rollout = one_rollout()
+    asyncio.run(teacher.judge([rollout]))
+    assert tries[0] == ("/completions", {"model": "t", "prompt": [1, 2, 3, 4], "max_tokens": 1, "prompt_logprobs": 0})
+    return rollout
+
+
+def test_a_good_answer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = judged(monkeypatch, answer_of(*GOOD))
+    assert rollout.failure is None
+    assert list(rollout.rows[0].teacher_logprobs) == [-2.0, -0.25]
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_an_answer_that_cannot_be_is_a_failed_rollout(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    rollout = judged(monkeypatch, BAD[kind])
+    assert rollout.outcome is Outcome.PROVIDER_ERROR
+    assert rollout.failure is not None
+    assert "the teacher: " in rollout.failure.text
+    assert "(after 2 attempts)" in rollout.failure.text
+
+
+def test_rollouts_that_a_teacher_does_not_answer_are_not_trained(
+    make_trainer: Callable[..., Any], teacher: tiny_world.EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rollout of each block is refused by the teacher, for good."""
+    trainer = make_trainer(tiny_world.single_turn(), teacher_url=teacher.url, max_steps=1)
+    fill = Teacher._fill
+    refused: list[TokenSequence] = []
+
+    async def fill_or_fail(self: Teacher, row: TokenSequence) -> None:
+        if not refused:
+            refused.append(row)
+            row.completion_ids = [10**6]
+        await fill(self, row)
+
+    monkeypatch.setattr(Teacher, "_fill", fill_or_fail)
+    trainer.train()
+    assert trainer.logged("outcomes/provider_error") == [1.0]
+    assert trainer.logged("rows/trained") == [7.0]
+    assert trainer.logged("reward/denominator/completions_global") == [7.0]
+
+
+# -- another vocabulary ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("characters", "said"),
+    [("abcdef", "7 token ids against 39"), (tiny_world.CHARACTERS[::-1], "39 token ids against 39; ")],
+    ids=["fewer tokens", "other tokens"],
+)
+def test_another_vocabulary_is_refused_before_the_first_rollout(
+    make_trainer: Callable[..., Any], tmp_path: Path, characters: str, said: str
+) -> None:
+    tokenizer = character_tokenizer([tiny_world.END, *characters], unknown="a", pad_token=tiny_world.END)
+    write_random_qwen3(tmp_path / "other", tokenizer, seed=3, vocab_size=len(tokenizer))
+    with tiny_world.EmbeddedServer(tmp_path / "other") as running:
+        trainer = make_trainer(tiny_world.single_turn(), teacher_url=running.url)
+        with pytest.raises(ConfigError, match=said):
+            trainer.train()
+    assert trainer.seen == []
+
+
+def test_a_server_without_log_probs_of_prompts_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with FakeOpenAIServer("x") as fake:
+        trainer = make_trainer(tiny_world.single_turn(), teacher_url=fake.url)
+        with pytest.raises(ConfigError, match="gives no log-probs of a prompt"):
+            trainer.train()
