@@ -1,21 +1,26 @@
-"""How much sooner credit by turn learns a game of four turns than credit by rollout.
+"""What objectives beside the group's reward give: credit by turn, and a teacher.
 
-    python benchmarks/objectives.py [--seeds 5] [--steps 40]
+    python benchmarks/objectives.py [--part turns|distillation] [--seeds 5]
 
-In each turn the game names a kind of character (capitals, small letters, digits, others), and only a turn that
-answers with such a one is rewarded. A random model of letters (0.3 M parameters) is trained from the same weights on
-the same prompts: once by the rollout's sum of rewards, and once by turn (`turn_discount=0.0`, each turn's own
-reward). Server and trainer share the process.
+Turns: in each of four turns the game names a kind of character (capitals, small letters, digits, others), and only a
+turn that answers with such a one is rewarded. A random model of letters (0.3 M parameters) is trained from the same
+weights on the same prompts: once by the rollout's sum of rewards, and once by turn (`turn_discount=0.0`, each turn's
+own reward). `turn_credit_gain` is the share of right turns over the last ten steps by turn, less that by rollout.
 
-Ends with one line of JSON: `turn_credit_gain` is the share of right turns over the last ten steps by turn, less that
-by rollout, mean over the seeds; `interval` is its 95 % interval by Student's t; `by_turn` and `by_rollout` are the
-shares of each seed.
+Distillation: the model that `make demo-tiny` begins with is trained until it spells 0.85 of held-out words backward,
+once by GRPO alone and once with its trained model as a teacher (`teacher_url`, reverse KL beside the reward).
+`distillation_steps_ratio` is the steps with the teacher over those without, a mean over seeds.
+
+Each ends with one line of JSON: the figure, its 95 % interval by Student's t, and both sides of each seed. Server and
+trainer share a process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -37,10 +42,13 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "?": lambda text: not text.isalnum(),
 }
 TURNS = 4
-SIDES = ("by_turn", "by_rollout")
+TURN_STEPS = 40
+SIDES = {"turns": ("by_turn", "by_rollout"), "distillation": ("with_teacher", "alone")}
+REACHED = 0.85
+MOST_STEPS = 800
 
 
-def run_side(side: str, seed: int, steps: int) -> float:
+def play_game(side: str, seed: int) -> float:
     """Train, and return the share of right turns over the last ten steps."""
     import random
 
@@ -70,7 +78,7 @@ def run_side(side: str, seed: int, steps: int) -> float:
             f"{scratch}/run",
             rollout_device="cpu",
             num_batches_ahead=0,
-            max_steps=steps,
+            max_steps=TURN_STEPS,
             learning_rate=1e-3,
             per_device_train_batch_size=64,
             gradient_accumulation_steps=1,
@@ -92,30 +100,91 @@ def run_side(side: str, seed: int, steps: int) -> float:
     return fmean(found[-10:]) / TURNS
 
 
+def spell_backward(side: str, seed: int) -> float:
+    """Train until enough held-out words are right, and return the steps."""
+    from transformers import TrainerCallback
+
+    import verifiers as vf
+    from verifiers.train.processes.launch import launched_server
+
+    class StopsWhenReached(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            control.should_training_stop = metrics["eval_reward"] >= REACHED
+
+    demo = Path("runs/demo-tiny")
+    env = vf.load_environment(
+        "reasoning-gym-env",
+        task="spell_backward",
+        task_config={"min_word_len": 3, "max_word_len": 5},
+        question_pattern=": [a-z]+$",
+        num_train=8000,
+        num_eval=400,
+        reward="exact",
+    )
+    with contextlib.ExitStack() as stack:
+        teacher = None
+        if side == "with_teacher":
+            teacher = stack.enter_context(launched_server("embedded", str(demo / "trained"), args=["--threads", "1"]))
+        args = vf.GRPOConfig(
+            stack.enter_context(tempfile.TemporaryDirectory()),
+            teacher_url=teacher,
+            rollout_device="cpu",
+            num_batches_ahead=0,
+            max_steps=MOST_STEPS,
+            learning_rate=3e-4,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=10,
+            per_device_train_batch_size=128,
+            gradient_accumulation_steps=2,
+            num_generations=16,
+            max_completion_length=12,
+            beta=0.0,
+            logging_steps=10,
+            eval_strategy="steps",
+            eval_steps=10,
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            seed=seed,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = vf.GRPOTrainer(str(demo / "start"), env, args, callbacks=[StopsWhenReached()])
+        trainer.train()
+    return float(trainer.state.global_step)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=SIDES, default=None, help="one of the two; both when left out")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps({"share": run_side(options.side, options.seed, options.steps)}))
+        train = play_game if options.side in SIDES["turns"] else spell_backward
+        print(json.dumps(train(options.side, options.seed)))
         return
-    shares: dict[str, list[float]] = {side: [] for side in SIDES}
-    for seed in range(options.seeds):
-        for side in SIDES:
+    for part in [options.part] if options.part else SIDES:
+        compare(part, options.seeds)
+
+
+def compare(part: str, seeds: int) -> None:
+    found: dict[str, list[float]] = {side: [] for side in SIDES[part]}
+    for seed in range(seeds):
+        for side in found:
             command = [sys.executable, *sys.argv, "--side", side, "--seed", str(seed)]
             answered = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            shares[side].append(json.loads(answered.stdout.splitlines()[-1])["share"])
-            print(side, seed, round(shares[side][-1], 3), flush=True)
+            found[side].append(json.loads(answered.stdout.splitlines()[-1]))
+            print(side, seed, round(found[side][-1], 3), flush=True)
     from verifiers.evals.statistics import t_quantile
 
-    gains = [one - other for one, other in zip(shares["by_turn"], shares["by_rollout"], strict=True)]
-    half = t_quantile(0.975, len(gains) - 1) * stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-    gain = fmean(gains)
-    line = {"turn_credit_gain": round(gain, 3), "interval": [round(gain - half, 3), round(gain + half, 3)]}
-    print(json.dumps({**line, **{side: [round(one, 3) for one in shares[side]] for side in SIDES}}))
+    name = "turn_credit_gain" if part == "turns" else "distillation_steps_ratio"
+    combine = operator.sub if part == "turns" else operator.truediv
+    each = list(map(combine, *found.values()))
+    mean, half = fmean(each), t_quantile(0.975, len(each) - 1) * stdev(each) / len(each) ** 0.5
+    line = {name: round(mean, 3), "interval": [round(mean - half, 3), round(mean + half, 3)]}
+    print(json.dumps({**line, **{side: [round(one, 3) for one in values] for side, values in found.items()}}))
 
 
 if __name__ == "__main__":

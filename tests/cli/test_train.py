@@ -104,6 +104,8 @@ def replaced(old: str, new: str) -> str:
         (replaced('"start"', '"./modules"'), "model path './modules' has no config.json"),
         (replaced("toy-sums-env", "toy-sum-env"), "There is no environment 'toy-sum-env'.*'toy_sums_env'"),
         (RUN + '[server]\nurl = "http://x/v1"\nlaunch = "embedded"\n', r"\[server\] has both url and launch"),
+        (RUN + '[teacher]\nmodel = "t"\n', r"\[teacher\] needs either url .* or path"),
+        (RUN + '[teacher]\nurl = "http://x/v1"\npath = "t"\n', r"\[teacher\] needs either url .* or path"),
         (
             replaced("max_steps = 3", 'max_steps = 3\nserver_urls = ["http://x/v1"]')
             + '[server]\nurl = "http://y/v1"\n',

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import Qwen3ForCausalLM
 
 from verifiers.errors import ConfigError
 from verifiers.inference.retry import RetryPolicy
+from verifiers.monitoring.run_log import read_lines
 from verifiers.rollouts.rollout import Rollout, TokenSequence
 from verifiers.rollouts.teacher import Teacher
 from verifiers.testing.fake_server import FakeOpenAIServer
@@ -126,6 +129,48 @@ def test_a_policy_comes_nearer_to_its_teacher_without_rewards(
     # what the rewards say of it does not matter
     assert min(trainer.logged("rollouts/with_advantage")) == 8
     assert sum(kl[-3:]) < 0.85 * sum(kl[:3])
+
+
+RUN_FILE = """
+[environment]
+id = "letters_env"
+
+[model]
+path = "{policy}"
+
+[teacher]
+path = "{teacher}"
+
+[trainer]
+output_dir = "out"
+max_steps = 2
+num_generations = 4
+per_device_train_batch_size = 4
+gradient_accumulation_steps = 1
+max_completion_length = 8
+use_rewards = false
+logging_steps = 1
+"""
+
+LETTERS_ENV = """
+import verifiers as vf
+
+
+def load_environment():
+    return vf.SingleTurnEnv(dataset=[{"question": "abc", "answer": "e"}] * 8, rubric=vf.Rubric())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_file_serves_its_teacher_beside_the_trainer(
+    tmp_path: Path, model_dir: Path, other_model_dir: Path
+) -> None:
+    (tmp_path / "letters_env.py").write_text(LETTERS_ENV)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(policy=model_dir, teacher=other_model_dir))
+    command = [sys.executable, "-m", "verifiers.cli.train", "run.toml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert sum("teacher_kl" in line for line in read_lines(tmp_path / "out" / "metrics.jsonl")) == 2
 
 
 # -- what does not answer -------------------------------------------------------------------------------------------

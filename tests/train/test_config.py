@@ -114,6 +114,12 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
             "importance_sampling_level is 'row'; choose one of token, sequence",
         ),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "loss_type='vespo' weighs by .* whole row"),
+        ({"turn_discount": 1.5}, "turn_discount is 1.5; give 0.0"),
+        ({"teacher_url": "u", "teacher_coef": 0.0}, "teacher_coef 0.0; give 0 or more tokens, and a coefficient"),
+        ({"teacher_url": "u", "teacher_top_k": -1}, "teacher_top_k is -1"),
+        ({"use_rewards": False}, "use_rewards=False leaves nothing to train on without a teacher"),
+        ({"teacher_url": "u", "temperature": 0.7}, "at temperature 1, and the policy samples at temperature=0.7"),
+        ({"teacher_url": "u", "dynamic_sampling": True}, "and a teacher trains these too"),
         ({"loss_type": "sapo", "delta": 4.0}, "delta=4.0 bounds the clipped objective, which loss_type='sapo'"),
         (
             {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": False},

@@ -92,11 +92,11 @@ def plan_batches(args: GRPOConfig, env: Any, curriculum: Curriculum | Curriculum
             for its rows in their own or a shuffled order.
 
     Raises:
-        ConfigError: a rubric without reward functions; sizes, stages and datasets that do not go together; saves in
-            the middle of a block; a group of environments of which one brings a curriculum that would not be
-            followed; a prompt with a part that is not text.
+        ConfigError: a rubric without reward functions, and no teacher; sizes, stages and datasets that do not go
+            together; saves in the middle of a block; a group of environments of which one brings a curriculum that
+            would not be followed; a prompt with a part that is not text.
     """
-    if getattr(getattr(env, "rubric", None), "is_empty", False):
+    if getattr(getattr(env, "rubric", None), "is_empty", False) and not args.teacher_url:
         raise ConfigError(
             "the environment's rubric has no reward function, so every reward is 0.0 and nothing is learned; give "
             "the environment rubric=Rubric(funcs=[...])."
