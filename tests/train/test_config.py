@@ -117,6 +117,12 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"turn_discount": 1.5}, "turn_discount is 1.5; give 0.0"),
         ({"teacher_url": "u", "teacher_coef": 0.0}, "teacher_coef 0.0; give 0 or more tokens, and a coefficient"),
         ({"teacher_url": "u", "teacher_top_k": -1}, "teacher_top_k is -1"),
+        (
+            {"demonstrations": "d", "demonstrations_share": 0.0},
+            "demonstrations_share is 0.0, demonstrations_coef 1.0",
+        ),
+        ({"env_ce_coef": -1.0}, "env_ce_coef -1.0; give a share above 0, and coefficients of 0 or more"),
+        ({"env_ce_coef": 0.1, "streaming": True}, "streaming weighs tokens before it knows how many"),
         ({"use_rewards": False}, "use_rewards=False leaves nothing to train on without a teacher"),
         ({"teacher_url": "u", "temperature": 0.7}, "at temperature 1, and the policy samples at temperature=0.7"),
         ({"teacher_url": "u", "dynamic_sampling": True}, "and a teacher trains these too"),

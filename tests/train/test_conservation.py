@@ -238,6 +238,8 @@ def arguments() -> Any:
         advantage_estimator="group",
         turn_discount=None,
         teacher_url=None,
+        env_ce_coef=0.0,
+        demonstrations_coef=1.0,
         require_full_groups=False,
         mask_truncated_completions=False,
         zero_truncated_completions=False,

@@ -84,7 +84,7 @@ def train(
     env = load_environments(run)
     eval_env = load_eval_environments(run)
     try:
-        settings = {"output_dir": "outputs/" + run.name, **_server_settings(run), **_teacher_settings(run)}
+        settings = {"output_dir": "outputs/" + run.name, **_server_settings(run), **_objective_settings(run)}
         config = GRPOConfig(**{**settings, **run.trainer})
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -161,11 +161,16 @@ def _server_settings(run: RunFile) -> dict[str, str]:
     return {"rollout_device": f"{accelerator.type}:{min(1, torch.accelerator.device_count() - 1)}"}
 
 
-def _teacher_settings(run: RunFile) -> dict[str, str | None]:
-    """Return the settings of a run's teacher; of one that is to be started the path, until it has a URL."""
-    if run.teacher is None:
-        return {}
-    return {"teacher_url": run.teacher.url or run.teacher.path, "teacher_model": run.teacher.model}
+def _objective_settings(run: RunFile) -> dict[str, Any]:
+    """Return the settings of [teacher] and [demonstrations]; a teacher's URL is its path, until it is started."""
+    settings: dict[str, Any] = {}
+    if run.teacher is not None:
+        settings = {"teacher_url": run.teacher.url or run.teacher.path, "teacher_model": run.teacher.model}
+    if run.demonstrations is not None:
+        shown = run.demonstrations
+        settings |= {"demonstrations": shown.dataset, "demonstrations_share": shown.share}
+        settings["demonstrations_coef"] = shown.coef
+    return settings
 
 
 def load_environments(run: RunFile) -> Environment:

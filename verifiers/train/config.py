@@ -79,6 +79,13 @@ class GRPOConfig(trl.GRPOConfig):
             token's advantage.
         teacher_top_k: train towards so many of the teacher's likeliest tokens in each place instead, by the KL of the
             teacher to the policy over them, which `teacher_coef` weighs in the loss; 0 for the sampled tokens alone.
+        demonstrations: conversations that are trained on beside rollouts, by cross-entropy of the assistant's tokens:
+            JSON lines, a Parquet file, a directory of `save_to_disk`, or a hub name, with `messages`, or messages in
+            `prompt` and `completion`. None for none.
+        demonstrations_share: how many of them an update has, as a share of its rollouts.
+        demonstrations_coef: what the mean cross-entropy of their tokens counts in the loss.
+        env_ce_coef: what the mean cross-entropy of the tokens that the environment said between turns counts, so that
+            the policy learns to predict them; 0 for not at all.
         use_rewards: False trains towards the teacher alone: rewards are logged, and their advantages count as 0.
         kl_estimator: of the KL term that `beta` weighs in the loss: "k1", "k2" or "k3", which is TRL's own; "k3" when
             left out.
@@ -159,6 +166,10 @@ class GRPOConfig(trl.GRPOConfig):
     teacher_coef: float = 1.0
     teacher_top_k: int = 0
     use_rewards: bool = True
+    demonstrations: str | None = None
+    demonstrations_share: float = 0.25
+    demonstrations_coef: float = 1.0
+    env_ce_coef: float = 0.0
     kl_estimator: str | None = None
     kl_in_reward: bool = False
     max_tokens_per_micro_batch: int | None = None

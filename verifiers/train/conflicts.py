@@ -250,6 +250,17 @@ def _loss(args: Any) -> _Refusals:
         "dynamic_sampling replaces groups whose rewards are all equal, and a teacher trains these too; leave one of "
         "the two out.",
     )
+    share, coefs = args.demonstrations_share, (args.demonstrations_coef, args.env_ce_coef)
+    yield (
+        not 0 < share < math.inf or not all(0 <= coef < math.inf for coef in coefs),
+        f"demonstrations_share is {share}, demonstrations_coef {coefs[0]} and env_ce_coef {coefs[1]}; give a share "
+        "above 0, and coefficients of 0 or more.",
+    )
+    yield (
+        args.streaming and (args.demonstrations is not None or args.env_ce_coef > 0),
+        "streaming weighs tokens before it knows how many an update has, which demonstrations and env_ce_coef do not "
+        "allow; set streaming=False.",
+    )
     level, mode = args.importance_sampling_level, args.vllm_importance_sampling_mode
     yield (
         loss_type.multiplies_ratios and level != "token",

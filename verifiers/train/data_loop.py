@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from verifiers.data.batch_plan import BatchPlan, Position
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.batching.demonstrations import Demonstrations
 from verifiers.train.batching.micro_batches import MicroBatch, MicroSteps, all_micro_batches, packing_metrics
 from verifiers.train.batching.rollout_session import RolloutSession
 from verifiers.train.batching.training_block import (
@@ -58,6 +59,7 @@ class DataLoop:
     Args:
         beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
         skip_zero_advantage: leave out rows whose advantage is 0.
+        demonstrations: trained on with each block.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
         log: called on every rank with the metrics of a block.
@@ -78,13 +80,14 @@ class DataLoop:
         *,
         beta: float,
         skip_zero_advantage: bool,
+        demonstrations: Demonstrations | None = None,
         record: Callable[[ScoredBlock, TrainingBlock, int], dict[str, float]],
         log_block: Callable[[ScoredBlock, int, Sequence[Dropped]], None],
         log: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._plan, self._args, self._ranks, self._logprobs, self._session = plan, args, ranks, logprobs, session
         self.timer, self._beta = timer, beta
-        self._skip_zero_advantage = skip_zero_advantage
+        self._skip_zero_advantage, self._demonstrations = skip_zero_advantage, demonstrations
         self._record, self._log_block, self._log = record, log_block, log
         self.reset()
 
@@ -180,6 +183,7 @@ class DataLoop:
             self._args,
             skip_zero_advantage=self._skip_zero_advantage,
             oldest_version=self._session.open().oldest_version(step),
+            demonstrations=self._demonstrations,
             penalties=None if kl is None else {rollouts[place].key: weight * nats for place, (nats, _) in kl.items()},
         )
         metrics = self._finish_block(block, trained, step)

@@ -61,6 +61,16 @@ class TeacherTable(_Table):
     )
 
 
+class DemonstrationsTable(_Table):
+    """`[demonstrations]`: conversations that are trained on by cross-entropy, beside rollouts."""
+
+    dataset: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
+        description="JSON lines, a Parquet file, a directory of save_to_disk, or a hub name."
+    )
+    share: float = Field(default=0.25, gt=0, description="How many an update has, as a share of its rollouts.")
+    coef: float = Field(default=1.0, ge=0, description="What the mean cross-entropy of their tokens counts.")
+
+
 class LoraTable(_Table):
     """`[lora]`: train an adapter instead of all weights; leave the table out for full training."""
 
@@ -103,6 +113,7 @@ class RunFile(_Table):
     trainer: dict[str, Any] = Field(default_factory=dict, description="Fields of verifiers.GRPOConfig.")
     lora: LoraTable | None = Field(default=None)
     teacher: TeacherTable | None = Field(default=None)
+    demonstrations: DemonstrationsTable | None = Field(default=None)
     workers: WorkerSettings = Field(default_factory=WorkerSettings)
     cluster: ClusterTable = Field(default_factory=ClusterTable)
     curriculum: dict[str, Any] | None = Field(default=None, description="Stages, levels or pools of datasets.")

@@ -28,6 +28,7 @@ from verifiers.keywords import parameter_names
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
+from verifiers.train.batching.demonstrations import Demonstrations
 from verifiers.train.batching.rollout_session import RolloutPrefetcher, RolloutSession
 from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
 from verifiers.train.checkpoint.checkpoint import model_name
@@ -223,11 +224,25 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.timer,
             beta=self.beta,
             skip_zero_advantage=only_advantages_matter(args, self.beta, self.aux_loss_enabled),
+            demonstrations=self._load_demonstrations(),
             record=self._record_block,
             log_block=self.directory.log_block,
             log=self._log_values,
         )
         self.updates = FiniteUpdates(accelerator, self.ranks, self.data_loop.drop_update)
+
+    def _load_demonstrations(self) -> Demonstrations | None:
+        """Return the run's demonstrations on rank 0, which makes the rows; None elsewhere, and without any."""
+        args, dataset, loaded = self.args, self.args.demonstrations, list[Demonstrations]()
+        seed = args.seed if args.data_seed is None else args.data_seed
+
+        def load(dataset: str) -> None:
+            tokenizer = self.processing_class
+            loaded.append(Demonstrations.load(dataset, tokenizer, seed=seed, max_seq_len=args.max_seq_len))
+
+        if dataset is not None:
+            self.ranks.on_rank_0(functools.partial(load, dataset))
+        return loaded[0] if loaded else None
 
     def _settle_prefixes(self) -> None:
         """Turn `share_prefixes` off where the model cannot; rows are packed by it too."""

@@ -70,6 +70,8 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "advantage_estimator": "group",
         "turn_discount": None,
         "teacher_url": None,
+        "env_ce_coef": 0.0,
+        "demonstrations_coef": 1.0,
     }
     return SimpleNamespace(**{**defaults, **values})
 

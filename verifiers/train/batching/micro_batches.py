@@ -74,6 +74,9 @@ _FILL = 0
 _PADDING = -1
 """`rollout_index` of a padding row, which belongs to no rollout; and its number until all are counted."""
 
+DEMONSTRATION = -2
+"""`rollout_index` of a demonstration."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
@@ -81,14 +84,16 @@ class TrainingSample:
 
     Attributes:
         advantage: one float, or one per sampled token of this row.
-        rollout_index: place of its rollout in the block's plan order; -1 for a padding row.
+        rollout_index: place of its rollout in the block's plan order; below 0 for a row without one.
         rollout_sampled_tokens: sampled tokens of the rollout, over all its rows that are trained on.
+        ce_mask: 1 on each completion token that is trained by cross-entropy; empty where none is.
     """
 
     row: TokenSequence
     advantage: float | list[float]
     rollout_index: int
     rollout_sampled_tokens: int
+    ce_mask: Sequence[int] = ()
 
     @property
     def has_gradient(self) -> bool:
@@ -131,7 +136,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
         - `advantages` (R, C), float32: of each sampled token; 0.0 off them
         - `teacher_logps` (R, C), float32: a teacher's, where there is one; and `teacher_ids` and `teacher_ids_logps`
           (R, C, K), where its K likeliest tokens were asked for; 0 off the sampled tokens
-        - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a padding row),
+        - `ce_mask` (R, C): 1 on tokens that are trained by cross-entropy, where there are any
+        - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a row without a rollout),
           `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool
 
     Raises:
@@ -162,20 +168,23 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
     sampled_logps = (
         [logp if sampled else 0.0 for logp, sampled in zip(row.logprobs, row.loss_mask, strict=True)] for row in rows
     )
-    versions = [-1 if padding else row.oldest_version for row, padding in zip(rows, is_padding, strict=True)]
+    versions = [sample.row.oldest_version if sample.rollout_index >= 0 else -1 for sample in samples]
     loss_mask_RC = of_completions((row.loss_mask for row in rows), torch.int64)
-    of_teacher: MicroBatch = {}
+    given: MicroBatch = {}
+    if any(sample.ce_mask for sample in samples):
+        columns = (sample.ce_mask or [0] * len(sample.row.loss_mask) for sample in samples)
+        given["ce_mask"] = of_completions(columns, torch.int64)
     if any(row.teacher_logprobs for row in rows):
-        columns = (row.teacher_logprobs or [0.0] * len(row.loss_mask) for row in rows)
-        of_teacher["teacher_logps"] = of_completions(columns, torch.float32)
+        logprobs = (row.teacher_logprobs or [0.0] * len(row.loss_mask) for row in rows)
+        given["teacher_logps"] = of_completions(logprobs, torch.float32)
     if any(row.teacher_ids for row in rows):
         sampled = sum(row.sampled_tokens for row in rows)
         for name, kind in (("teacher_ids", torch.int64), ("teacher_ids_logps", torch.float32)):
             values = [value for row in rows for value in getattr(row, name.replace("logps", "logprobs"))]
             values_NK = torch.tensor(values, dtype=kind).view(sampled, -1)
-            of_teacher[name] = values_NK.new_zeros(*loss_mask_RC.shape, values_NK.shape[1])
-            of_teacher[name][loss_mask_RC.bool()] = values_NK
-    return of_teacher | {
+            given[name] = values_NK.new_zeros(*loss_mask_RC.shape, values_NK.shape[1])
+            given[name][loss_mask_RC.bool()] = values_NK
+    return given | {
         "prompt_ids": _pad(kept, "left"),
         "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], "left"),
         "completion_ids": _pad(whole),

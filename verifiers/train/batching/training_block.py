@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
+from verifiers.train.batching.demonstrations import Demonstrations
 from verifiers.train.batching.micro_batches import (
+    DEMONSTRATION,
     PADDING,
     MicroBatch,
     MicroBatchLimit,
@@ -106,6 +109,7 @@ def build_training_block(
     skip_zero_advantage: bool = False,
     oldest_version: int | None = None,
     penalties: Mapping[RolloutKey, float] | None = None,
+    demonstrations: Demonstrations | None = None,
 ) -> TrainingBlock:
     """Compute advantages, pick rows, shuffle them, split them into updates, and pack each update.
 
@@ -117,6 +121,7 @@ def build_training_block(
             denominator, so loss and gradient are the same; only right where nothing else reaches the loss.
         oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
         penalties: subtracted from the rollouts' rewards before the advantages.
+        demonstrations: trained on in the same updates, `demonstrations_share` as many as rollouts.
     """
     picked = _pick_rows(block, args, oldest_version, skip_zero_advantage, penalties)
     order = plan.shuffle_order(block.block_id, plan.completions_per_block)
@@ -127,6 +132,10 @@ def build_training_block(
     for update in range(plan.steps_per_generation // number):
         counted = [one for one in samples if place[one.rollout_index] // plan.completions_per_update == update]
         trained = [sample for sample in counted if sample.rollout_index not in picked.skipped]
+        if demonstrations is not None:
+            drawn = max(1, round(args.demonstrations_share * plan.completions_per_update))
+            first = block.block_id * (plan.steps_per_generation // number)
+            trained += demonstrations.draw(first + update, drawn)
         micro_steps += _pack_update(trained, _UpdateSize.of(counted), number, plan, args)
     return TrainingBlock(block.block_id, micro_steps, picked.advantages, picked.dropped + _replaced(block))
 
@@ -156,6 +165,7 @@ def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool
         and not args.use_adaptive_entropy
         and args.top_entropy_quantile >= 1.0
         and not args.teacher_url
+        and args.env_ce_coef == 0.0
         and not experts
         # a mean over a micro-step's own tokens counts every row of it
         and not LOSS_TYPES[args.loss_type].depends_on_micro_steps
@@ -401,6 +411,8 @@ def _pack_update(
     args: GRPOConfig,
 ) -> MicroSteps:
     """Order, split, weight and pad the rows of some micro-steps of an update of a given size."""
+    if args.env_ce_coef:
+        samples = [one if one.ce_mask else replace(one, ce_mask=_said_by_environment(one.row)) for one in samples]
     packing = _packing(samples, micro_steps, plan, args)
     whole = _with_padding(samples, packing)
     sampled_R = torch.tensor([sample.row.sampled_tokens for sample in whole])
@@ -411,8 +423,23 @@ def _pack_update(
         cell_R[cell] = sampled_R[cell].sum().double()
     trained_in = sum(bool(sampled_R[cell].any()) for cell in cells)
     weights_R = token_weights(UpdateRows(rollout_R, cell_R, *size, trained_in), args)
-    update_tokens = torch.tensor(float(max(size.tokens, 1)))
-    return _packed({"samples": whole, "token_weights": weights_R, "update_tokens": update_tokens}, packing, args)
+    columns = {"samples": whole, "token_weights": weights_R, "ce_weights": _ce_weights(whole, args)}
+    columns["update_tokens"] = torch.tensor(float(max(size.tokens, 1)))
+    return _packed(columns, packing, args)
+
+
+def _said_by_environment(row: TokenSequence) -> list[int]:
+    return [1 - sampled for sampled in row.loss_mask]
+
+
+def _ce_weights(samples: Sequence[TrainingSample], args: GRPOConfig) -> Tensor:
+    """Return what each token in the `ce_mask` of a row counts (R,), in the mean of its kind over the update."""
+    counts_R = torch.tensor([sum(sample.ce_mask) for sample in samples], dtype=torch.float64)
+    is_shown_R = torch.tensor([sample.rollout_index == DEMONSTRATION for sample in samples])
+    weights_R = torch.zeros(len(samples))
+    for of_kind_R, coef in ((is_shown_R, args.demonstrations_coef), (~is_shown_R, args.env_ce_coef)):
+        weights_R[of_kind_R] = coef / max(1.0, float(counts_R[of_kind_R].sum()))
+    return weights_R
 
 
 def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:

@@ -52,6 +52,7 @@ def policy_loss(
         logps_RC: log pi of each completion token, with gradient.
         entropy_RC: entropies of their distributions, with gradient.
         batch: the micro-batch: `loss_mask`, `advantages` and `sampler_logps` (R, C), `token_weights` (R,),
+            `ce_mask` (R, C) and `ce_weights` (R,) where tokens are trained by cross-entropy,
             `update_tokens`, and where there are any `old_logps` (those of this pass, if not) and `reference_logps`.
         entropy_coef: coefficient of the mean entropy over the update's tokens.
         trained_RC: tokens whose objective counts; all that were sampled when left out.
@@ -83,6 +84,12 @@ def policy_loss(
         objective_RC = objective_RC - args.teacher_coef * forward_RC
         values["teacher_forward_kl"] = terms.of_tokens(forward_RC)
     losses_R = -(batch["token_weights"].unsqueeze(1) * terms.sampled(objective_RC)).sum(1)
+    if "ce_mask" in batch:
+        ce_RC = torch.where(batch["ce_mask"].bool(), -logps_RC, 0.0)
+        losses_R = losses_R + batch["ce_weights"] * ce_RC.sum(1)
+        is_shown_R = batch["rollout_index"] < 0
+        for name, of_kind_R in (("ce/demonstrations", is_shown_R), ("ce/environment", ~is_shown_R)):
+            values[name] = ce_RC.detach()[of_kind_R][batch["ce_mask"][of_kind_R].bool()]
     loss = losses_R.sum()
     measured = MeasuredLoss(loss.detach(), values, losses_R.detach().isfinite())
     if entropy_coef:
