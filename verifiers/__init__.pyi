@@ -60,7 +60,7 @@ from .rubrics.judge_rubric import JudgeRubric as JudgeRubric
 from .rubrics.math_rubric import MathRubric as MathRubric
 from .rubrics.ranking_rubric import RankingRubric as RankingRubric
 from .rubrics.rubric import Rubric as Rubric, RubricGroup as RubricGroup
-from .rubrics.scoring import turn_reward as turn_reward
+from .rubrics.scoring import role_reward as role_reward, turn_reward as turn_reward
 from .rubrics.shaping import (
     EpisodicSumRubric as EpisodicSumRubric,
     from_trl as from_trl,

@@ -243,7 +243,9 @@ def test_one_turn_is_one_row_with_loss_on_every_sampled_token() -> None:
     rows, forks = rows_from_turns([turn([1, 2, 3], [4, 5])])
     assert forks == 0
     assert rows == [
-        TokenSequence([1, 2, 3], [4, 5], loss_mask=[1, 1], logprobs=[-0.5, -0.5], versions=[0, 0], is_truncated=False)
+        TokenSequence(
+            [1, 2, 3], [4, 5], loss_mask=[1, 1], logprobs=[-0.5, -0.5], versions=[0, 0], turn_lengths={0: 2}
+        )
     ]
 
 

@@ -48,15 +48,23 @@ def one_turn() -> vf.Environment:
 
 
 class Dialogue(vf.MultiTurnEnv):
-    """Three turns; the user's words depend on the row, and an untrained call makes them."""
+    """Three turns, the first in a role; the user's words depend on the row, and an untrained call makes them."""
 
     def __init__(self) -> None:
-        rubric = vf.Rubric(funcs=[agrees, self.has_notes, vf.turn_reward(lambda state: [0.5] * state["turn"])])
+        by_turn, by_role = (
+            vf.turn_reward(lambda state: [0.5] * state["turn"]),
+            vf.role_reward(lambda: {"guesser": 1.0}),
+        )
+        rubric = vf.Rubric(funcs=[agrees, self.has_notes, by_turn, by_role])
         super().__init__(dataset=ROWS, max_turns=3, rubric=rubric)
 
     async def has_notes(self, state: vf.State) -> float:
         # of a kind that no JSON can hold: scores are made where the rollout was played
         return float(isinstance(state["notes"], frozenset))
+
+    async def get_model_response(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = client.role("guesser") if len(prompt) == 1 else client
+        return await super().get_model_response(asked, model, prompt, *args, **kwargs)
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
         state["notes"] = frozenset({"said", len(messages)})

@@ -30,6 +30,7 @@ from verifiers.rubrics.scoring import (
     finite_float,
     is_group_func,
     note_failure,
+    one_number,
     parameters_of,
     reward_name,
     reward_values,
@@ -147,7 +148,7 @@ async def call_reward_func(
         objects = {**rubric.class_objects, **kwargs}
         [[value]] = await reward_values([RewardCall(func)], states, objects)
     if not isinstance(value, BaseException):
-        return sum(value) if isinstance(value, list) else value
+        return one_number(value)
     weights = [rubric.reward_weights[place] for place, own in enumerate(rubric.reward_funcs) if own is func]
     is_metric = bool(weights) and not any(weights)
     rubric.record_failure(reward_name(func), [] if is_metric else [state], value)

@@ -6,11 +6,13 @@ itself. So this is where throttling, retries, sampling seeds and the token-exact
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +118,52 @@ def refuse_non_text(messages: Any, whose: str) -> None:
                 )
 
 
+_role: ContextVar[str | None] = ContextVar("role", default=None)
+
+
+@contextlib.contextmanager
+def as_role(name: str | None) -> Iterator[None]:
+    """Train the answers to calls made meanwhile as those of a role; None for those of the rollout."""
+    before = _role.set(name)
+    try:
+        yield
+    finally:
+        _role.reset(before)
+
+
+def present_role() -> str | None:
+    return _role.get()
+
+
+class RoleClient:
+    """A handle of `RolloutClient.role`: what it does not do itself, the rollout's client does."""
+
+    def __init__(self, client: RolloutClient, name: str) -> None:
+        self._client, self._name = client, name
+
+    @property
+    def chat(self) -> _Chat:
+        return _Chat(_Create(self, CHAT))
+
+    @property
+    def completions(self) -> _Create:
+        return _Create(self, COMPLETIONS)
+
+    async def call(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
+        with as_role(self._name):
+            return await self._client.call(path, arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
 class _Create:
     """`client.chat.completions` or `client.completions`: one method, `create`."""
 
     # made for each call, so that an assignment to `create` must fail instead of being lost
     __slots__ = ("_client", "_path")
 
-    def __init__(self, client: RolloutClient, path: str) -> None:
+    def __init__(self, client: RolloutClient | RoleClient, path: str) -> None:
         self._client = client
         self._path = path
 
@@ -252,6 +293,13 @@ class RolloutClient:
         other = RolloutClient(self._backend, limiter=self._limiter, retry=self._retry)
         other.is_recording, other._has_asked = False, True
         return other
+
+    def role(self, name: str) -> RoleClient:
+        """Return a handle whose answers are trained as those of a role: in rows of their own, by the role's reward.
+
+        The rubric gives that by a function marked with `vf.role_reward`.
+        """
+        return RoleClient(self, name)
 
     def with_options(self, **_: Any) -> RolloutClient:
         """Return the same handle: timeouts and retries are the run's, so that one rollout cannot escape them."""
@@ -415,7 +463,7 @@ class RolloutClient:
         # it is unknown before which token a push in between came, so both versions stand for all of them
         newest = version_after if version_after != version_before else None
         held = self._ids.append(tokens.prompt_ids, tokens.completion_ids)
-        return Turn(*held, array("d", tokens.logprobs), versions, tokens.finish_reason, newest)
+        return Turn(*held, array("d", tokens.logprobs), versions, tokens.finish_reason, newest, _role.get())
 
 
 def _total(counts: list[int | None]) -> int | None:
@@ -439,13 +487,13 @@ def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> 
 def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
     """Join turns into training rows.
 
-    Where a turn's prompt extends, id for id, what a row already holds, the new tokens are appended to that row; where
-    it does not (a chat template that rewrites history, a tokenizer that merges differently), a new row starts and is
-    counted as a fork. Nothing is ever re-tokenized or realigned.
+    Each role has rows of its own. Where a turn's prompt extends, id for id, what a row already holds, the new tokens
+    are appended to that row; where it does not (a chat template that rewrites history, a tokenizer that merges
+    differently), a new row starts and is counted as a fork. Nothing is ever re-tokenized or realigned.
 
     Returns:
-        The rows in the order in which they began, and the number of forks: turns after the first that
-        extended no row. Turns without a sampled token are left out.
+        The rows in the order in which they began, and the number of forks: turns after the first of their role
+        that extended no row. Turns without a sampled token are left out.
     """
     rows: list[TokenSequence] = []
     forks = 0
@@ -455,13 +503,14 @@ def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
         prompt_ids = list(turn.prompt_ids)
         # of several rows that a prompt extends, the longest: it leaves the fewest tokens to be given once more
         longest: tuple[TokenSequence, Sequence[int]] | None = None
-        for row in reversed(rows):
+        of_role = [row for row in rows if row.role == turn.role]
+        for row in reversed(of_role):
             added = _added_ids(row, prompt_ids)
             if added is not None and (longest is None or len(added) < len(longest[1])):
                 longest = row, added
         if longest is None:
-            forks += bool(rows)
-            longest = TokenSequence(prompt_ids=prompt_ids), ()
+            forks += bool(of_role)
+            longest = TokenSequence(prompt_ids=prompt_ids, role=turn.role), ()
             rows.append(longest[0])
         _append_turn(*longest, turn)
         longest[0].turn_lengths[number] = len(turn.completion_ids)

@@ -52,6 +52,7 @@ class Turn:
         finish_reason: the server's: "stop", "length", "tool_calls", ...
         newest_version: the version when the answer ended, where that is another than when it began and the server
             reports no version of single tokens; `versions` then holds the one at the beginning.
+        role: of `client.role(name)`; None for the rollout's own client.
     """
 
     prompt_ids: Sequence[int]
@@ -60,6 +61,7 @@ class Turn:
     versions: Sequence[int]
     finish_reason: str | None = None
     newest_version: int | None = None
+    role: str | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class TokenSequence:
     teacher_logprobs: MutableSequence[float] = field(default_factory=list)
     teacher_ids: MutableSequence[int] = field(default_factory=list)
     teacher_ids_logprobs: MutableSequence[float] = field(default_factory=list)
+    role: str | None = None
     turn_lengths: dict[int, int] = field(default_factory=dict)
 
     def pack(self) -> None:
@@ -125,6 +128,7 @@ class Rollout:
         advantage: given by the environment in place of the group's: one float, or one per sampled token.
         turn_rewards: of each policy turn: that of its step in the trajectory, and those of `vf.turn_reward` functions
             times their weights; None where nobody gave any.
+        role_rewards: by role, those of `vf.role_reward` functions times their weights; None where there are none.
         turn_advantages: given by the environment in its steps; None for a turn without, and where there are none.
         refusal: the last answer's, where the policy refused or the server filtered it (see `SampledTokens`).
     """
@@ -143,6 +147,7 @@ class Rollout:
     turns: int = 0
     advantage: float | list[float] | None = None
     turn_rewards: list[float] | None = None
+    role_rewards: dict[str, float] | None = None
     turn_advantages: list[float | None] | None = None
     failure: Failure | None = None
     attempts: int = 1

@@ -501,6 +501,7 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
     given = [[step.get("reward") or 0.0 for step in steps], score.get("turn_rewards")]
     if any(step.get("reward") is not None for step in steps) or given[1] is not None:
         rollout.turn_rewards = added_by_turn(*given)
+    rollout.role_rewards = score.get("role_rewards")
     if any(step.get("advantage") is not None for step in steps):
         rollout.turn_advantages = [step.get("advantage") for step in steps]
 

@@ -16,9 +16,11 @@ from verifiers.rubrics.scoring import (
     ARGUMENTS,
     PLURALS,
     RewardCall,
+    added_by_role,
     added_by_turn,
     is_group_func,
     note_failure,
+    one_number,
     reward_name,
     reward_names,
     reward_values,
@@ -216,10 +218,14 @@ class Rubric:
                 if isinstance(value, list):
                     by_turn = [weight * one for one in value]
                     score["turn_rewards"] = added_by_turn(score.get("turn_rewards"), by_turn)
-                    value = sum(value)
+                    score["metrics"][name] = score["metrics"].get(name, 0.0) + one_number(value)
+                elif isinstance(value, dict):
+                    by_role = {role: weight * one for role, one in value.items()}
+                    score["role_rewards"] = added_by_role(score.get("role_rewards"), by_role)
+                    score["reward"] += one_number(by_role)
+                    score["metrics"] |= {f"{name}/{role}": one for role, one in value.items()}
                 elif isinstance(value, float):
                     score["reward"] += weight * value
-                if isinstance(value, float):
                     score["metrics"][name] = score["metrics"].get(name, 0.0) + value
                 elif weight:
                     score["metrics"].setdefault(name, 0.0)
@@ -411,4 +417,6 @@ class RubricGroup(Rubric):
                     total["metrics"][name] = total["metrics"].get(name, 0.0) + value
                 if "turn_rewards" in score:
                     total["turn_rewards"] = added_by_turn(total.get("turn_rewards"), score["turn_rewards"])
+                if "role_rewards" in score:
+                    total["role_rewards"] = added_by_role(total.get("role_rewards"), score["role_rewards"])
         return totals

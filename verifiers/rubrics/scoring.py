@@ -29,6 +29,9 @@ from verifiers.types import FailedGrade, RolloutScore, State
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+Reward = float | list[float] | dict[str, float]
+"""What a function gives a rollout: one number, one for each turn, or one for each role."""
+
 ARGUMENTS = ("prompt", "completion", "answer", "state", "task", "info")
 PLURALS = frozenset(f"{name}s" for name in ARGUMENTS)
 
@@ -86,7 +89,7 @@ def take_failures(state: State, score: RolloutScore) -> RolloutScore:
 
 # -- calls of reward functions -----------------------------------------------------------------------------------
 
-_BY_TURN = "rewards_turns"
+_REWARDS = "rewards_parts"
 
 
 def turn_reward(func: F) -> F:
@@ -95,13 +98,35 @@ def turn_reward(func: F) -> F:
     Its weight applies to each. The numbers take part in credit by turn (`turn_discount` of training) and not in the
     rollout's reward; the metric of its name is their sum.
     """
-    setattr(func, _BY_TURN, True)
+    setattr(func, _REWARDS, _finite_list)
+    return func
+
+
+def role_reward(func: F) -> F:
+    """Mark a reward function that returns a mapping: by role, the reward of what `client.role(name)` said.
+
+    Its weight applies to each. A role's tokens are trained by its reward among those of the group; in the rollout's
+    own reward the mean over roles counts. Each is a metric of the function's name and the role's.
+    """
+    setattr(func, _REWARDS, _finite_dict)
     return func
 
 
 def added_by_turn(one: Sequence[float] | None, other: Sequence[float] | None) -> list[float]:
     """Add the rewards of turns; a shorter list counts as 0 for the rest."""
     return [left + right for left, right in itertools.zip_longest(one or (), other or (), fillvalue=0.0)]
+
+
+def added_by_role(one: Mapping[str, float] | None, other: Mapping[str, float]) -> dict[str, float]:
+    """Add the rewards of roles; one that a side does not name counts as 0 there."""
+    return {role: (one or {}).get(role, 0.0) + other.get(role, 0.0) for role in {**(one or {}), **other}}
+
+
+def one_number(value: Reward) -> float:
+    """Return what a rollout shows of a reward: the sum of its turns, the mean of its roles, or itself."""
+    if isinstance(value, dict):
+        return sum(value.values()) / max(1, len(value))
+    return sum(value) if isinstance(value, list) else value
 
 
 class RewardCall:
@@ -111,7 +136,7 @@ class RewardCall:
         self.func = func
         self._names, self._takes_everything = parameters_of(func)
         self.is_group = not PLURALS.isdisjoint(self._names)
-        self.is_by_turn = getattr(func, _BY_TURN, None) is True
+        self.read: Callable[[Any], Reward] = getattr(func, _REWARDS, finite_float)
         self._is_async = is_async_function(func)
         # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
         self.waits = self._is_async or "judge" in self._names
@@ -167,15 +192,14 @@ async def _settled(result: Any) -> Any:
 
 async def reward_values(
     calls: Sequence[RewardCall], states: Sequence[State], objects: Mapping[str, Any], *, parallel: bool = True
-) -> list[list[float | list[float] | BaseException]]:
+) -> list[list[Reward | BaseException]]:
     """Call the reward functions for the rollouts of one group, with `objects` as further arguments.
 
     Functions of whole groups come after the others, whose notes they may read in the states; without `parallel` each
     function comes after the one before.
 
     Returns:
-        Each function's values, one a rollout: a finite float, a list of them for one that rewards turns, or the error
-        for which there is none.
+        Each function's values, one a rollout, finite; or the error for which there is none.
     """
     rows = [{**arguments_of(state), **objects} for state in states]
     of_group = [{**columns_of(rows), **objects}]
@@ -221,7 +245,7 @@ async def _in_one_thread(work: Mapping[RewardCall, Sequence[Mapping[str, Any]]])
     return results
 
 
-def _values(results: list[Any], count: int, call: RewardCall) -> list[float | list[float] | BaseException]:
+def _values(results: list[Any], count: int, call: RewardCall) -> list[Reward | BaseException]:
     """Return a function's values, one a rollout; one error for all where a function of the group gave no list."""
     if call.is_group and results:
         try:
@@ -232,13 +256,10 @@ def _values(results: list[Any], count: int, call: RewardCall) -> list[float | li
                 raise GradingError(f"returned {len(results)} rewards for {count} rollouts")
         except BaseException as error:
             return [error] * count
-    values: list[float | list[float] | BaseException] = []
+    values: list[Reward | BaseException] = []
     for result in results:
         try:
-            if isinstance(result, BaseException):
-                values.append(result)
-            else:
-                values.append(_finite_list(result) if call.is_by_turn else finite_float(result))
+            values.append(result if isinstance(result, BaseException) else call.read(result))
         except GradingError as error:
             values.append(error)
     return values
@@ -352,6 +373,12 @@ def _finite_list(value: Any) -> list[float]:
         return [finite_float(one) for one in value]
     except TypeError:
         raise GradingError(f"returned {value!r:.100}; a turn reward is a list, one number for each turn") from None
+
+
+def _finite_dict(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise GradingError(f"returned {value!r:.100}; a role reward is a mapping of roles to numbers")
+    return {str(role): finite_float(one) for role, one in value.items()}
 
 
 def finite_float(value: Any) -> float:

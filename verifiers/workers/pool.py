@@ -24,7 +24,7 @@ from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.wire import plain_data, without_tokens
-from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
+from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, as_role
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.types import RolloutScore, State
@@ -262,7 +262,8 @@ class WorkerLink:
     async def _call(self, played: _Played, message: Message) -> None:
         client = played.client if message["trained"] else played.client.untrained
         try:
-            response, recorded = await client.call(message["path"], message["arguments"])
+            with as_role(message["role"]):
+                response, recorded = await client.call(message["path"], message["arguments"])
             if recorded is not None:
                 played.recorded[message["call"]] = recorded
             told = {"response": without_tokens(plain_data(response), message["arguments"])}

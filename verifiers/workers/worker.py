@@ -19,7 +19,7 @@ from verifiers.errors import EnvironmentLoadError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject, given_arguments, request_body
-from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
+from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, present_role
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import begin_state, blames_policy, relaxed_gc
 from verifiers.types import RolloutKey, State
@@ -60,6 +60,7 @@ class ModelCalls:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             asked = {"call": number, "rollout": rollout, "path": path, "arguments": plain, "trained": trained}
+            asked["role"] = present_role()
             self._connection.send({"op": "call", **asked})
             return number, await answer
         except asyncio.CancelledError:

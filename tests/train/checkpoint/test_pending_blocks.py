@@ -27,7 +27,11 @@ def a_rollout(block_id: int, generation: int, example_id: int = 3) -> Rollout:
         task="math",
         reward=DRAW.random() / 3,
         metrics={"f": DRAW.random()},
-        rows=[TokenSequence([1, 2], [3, 4, 5, 6], [1, 1, 0, 1], logprobs, [7, 8, -1, 8], True, 9, {0: 2, 1: 1})],
+        rows=[
+            TokenSequence(
+                [1, 2], [3, 4, 5, 6], [1, 1, 0, 1], logprobs, [7, 8, -1, 8], True, 9, turn_lengths={0: 2, 1: 1}
+            )
+        ],
         forks=1,
         turns=2,
         attempts=3,
@@ -43,6 +47,9 @@ def test_blocks_come_back_as_they_were(tmp_path: Path) -> None:
     per_token = a_rollout(5, 2)
     per_token.advantage = [0.1, 1 / 3, -2.0]
     per_token.turn_rewards, per_token.turn_advantages = [0.1, 1 / 3], [None, 2.5]
+    per_token.role_rewards, row = {"solver": 1 / 3}, per_token.rows[0]
+    row.role, row.teacher_logprobs = "solver", [-0.1, -1 / 3, 0.0, -2.0]
+    row.teacher_ids, row.teacher_ids_logprobs = [3, 1, 4], [-0.1, -1.0, -1 / 3]
     blocks = [
         ScoredBlock(5, [Group(3, [a_rollout(5, 0), failed, per_token])], 4, 1.5),
         ScoredBlock(6, [Group(8, [a_rollout(6, 0, 8)])], 5, 2.5, filtered=[Group(9, [a_rollout(6, 0, 9)])]),

@@ -226,11 +226,47 @@ def rollout_advantages(
                 found.left_out[rollout.key] = "no_baseline"
             else:
                 found[rollout.key] = value
+    by_role = _role_advantages(block, scale_rewards, estimator, zero_truncated_completions)
+    by_turn: Mapping[RolloutKey, list[float]] = {}
     if turn_discount is not None:
         by_turn = turn_advantages(block, turn_discount, scale_rewards, estimator, zero_truncated_completions)
-        for rollout in block.rollouts:
-            if rollout.key in by_turn and rollout.key in found and rollout.advantage is None:
-                found[rollout.key] = _with_turns(rollout, found[rollout.key], by_turn[rollout.key])
+    for rollout in block.rollouts:
+        key, given = rollout.key, found.get(rollout.key)
+        if isinstance(given, float) and rollout.advantage is None and (key in by_turn or key in by_role):
+            found[key] = _by_token(rollout, given, by_role.get(key, {}), by_turn.get(key))
+    return found
+
+
+def _role_advantages(
+    block: ScoredBlock, scale_rewards: ScaleRewards, estimator: str, zero_truncated: bool
+) -> dict[RolloutKey, dict[str, float]]:
+    """Return each role's advantage among the group's rewards of that role; one that nobody else has gets 0.0.
+
+    Raises:
+        ConfigError: a role has turns and no reward.
+    """
+    columns: list[list[float | None]] = []
+    places: list[tuple[str, list[RolloutKey]]] = []
+    found: dict[RolloutKey, dict[str, float]] = {}
+    for group in block.groups:
+        scored = [one for one in group.rollouts if _reward(one) is not None]
+        rewards = {one.key: one.role_rewards or {} for one in scored}
+        for one in scored:
+            if missing := {row.role for row in one.rows if row.role is not None} - rewards[one.key].keys():
+                raise ConfigError(
+                    f"{one.key} has turns of the role {min(missing)!r} and no reward for it; return one by a "
+                    "function marked with vf.role_reward."
+                )
+            if zero_truncated and one.is_truncated:
+                rewards[one.key] = dict.fromkeys(rewards[one.key], 0.0)
+        for role in dict.fromkeys(role for given in rewards.values() for role in given):
+            columns.append([given.get(role) for given in rewards.values()])
+            places.append((role, list(rewards)))
+    compared = group_advantages(columns, scale_rewards, estimator=estimator).advantages if columns else []
+    for (role, keys), values in zip(places, compared, strict=True):
+        for key, value in zip(keys, values, strict=True):
+            if value is not None:
+                found.setdefault(key, {})[role] = value
     return found
 
 
@@ -289,14 +325,24 @@ def _returns(rollout: Rollout, discount: float, zero_truncated: bool) -> list[fl
     return returns[::-1]
 
 
-def _with_turns(rollout: Rollout, advantage: float | list[float], by_turn: Sequence[float]) -> list[float]:
-    """Return the advantage of each sampled token: the rollout's and its turn's, or what the turn's step was given."""
-    assert not isinstance(advantage, list)
-    given = rollout.turn_advantages or [None] * rollout.turns
-    values = [advantage + turn if own is None else float(own) for turn, own in zip(by_turn, given, strict=True)]
-    if not all(abs(value) <= _LARGEST for value in values):
-        raise ConfigError(f"the advantages of {rollout.key}'s turns are not finite in float32: {values!r}.")
-    return [values[turn] for row in rollout.rows for turn, count in row.turn_lengths.items() for _ in range(count)]
+def _by_token(
+    rollout: Rollout, advantage: float, by_role: Mapping[str, float], by_turn: Sequence[float] | None
+) -> list[float]:
+    """Return the advantage of each sampled token: its role's or else the rollout's, and with it its turn's.
+
+    What a turn's step was given counts in place of all that.
+    """
+    added = by_turn or [0.0] * rollout.turns
+    given = (rollout.turn_advantages if by_turn is not None else None) or [None] * rollout.turns
+    found: list[float] = []
+    for row in rollout.rows:
+        base = advantage if row.role is None else by_role[row.role]
+        for turn, count in row.turn_lengths.items():
+            own = given[turn]
+            found += [base + added[turn] if own is None else float(own)] * count
+    if not all(abs(value) <= _LARGEST for value in found):
+        raise ConfigError(f"the advantages of {rollout.key}'s turns are not finite in float32: {set(found)!r}.")
+    return found
 
 
 def _reward(rollout: Rollout, zero_truncated: bool = False, penalty: float = 0.0) -> float | None:
@@ -355,6 +401,8 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False,
     are not a reason to ask for other prompts, which would fail as well.
     """
     if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
+        return False
+    if any(one.role_rewards != group.scored[0].role_rewards for one in group.scored):
         return False
     credit = [(tuple(one.turn_rewards or ()), tuple(one.turn_advantages or ())) for one in group.scored]
     if by_turn and (len(set(credit)) > 1 or any(credit[0][1])):

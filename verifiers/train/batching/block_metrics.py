@@ -59,6 +59,7 @@ def block_metrics(
     metrics.update(_outcomes(rollouts))
     metrics.update(_drops(rollouts, trained))
     metrics.update(_tasks(deviations))
+    metrics.update(_roles(scored))
     metrics.update(_lengths(block))
     metrics.update(_rows(rollouts, trained))
     metrics.update(_timing(block))
@@ -229,6 +230,17 @@ def _tasks(deviations: Sequence[tuple[Group, float | None]]) -> dict[str, float]
             metrics[f"tasks/{task}/mean_length"] = fmean(lengths)
         if spread:
             metrics[f"tasks/{task}/frac_reward_zero_std"] = spread["frac_reward_zero_std"]
+    return metrics
+
+
+def _roles(scored: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean reward and length of each role."""
+    metrics: dict[str, float] = {}
+    for role in sorted({role for rollout in scored for role in rollout.role_rewards or ()}):
+        given = [one for one in scored if role in (one.role_rewards or ())]
+        metrics[f"roles/{role}/reward"] = fmean((one.role_rewards or {})[role] for one in given)
+        lengths = [sum(row.sampled_tokens for row in one.rows if row.role == role) for one in given]
+        metrics[f"roles/{role}/mean_length"] = fmean(lengths)
     return metrics
 
 

@@ -299,6 +299,7 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
                 list(row.teacher_logprobs),
                 list(row.teacher_ids),
                 list(row.teacher_ids_logprobs),
+                row.role,
                 list(row.turn_lengths.items()),
             ]
             for row in rollout.rows
@@ -308,6 +309,7 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
         "advantage": plain_advantage(rollout.advantage),
         "turn_rewards": rollout.turn_rewards,
         "turn_advantages": rollout.turn_advantages,
+        "role_rewards": rollout.role_rewards,
         "failure": [failure.kind, failure.text] if failure is not None else None,
         "attempts": rollout.attempts,
         "timing": [timing.queued_s, timing.generation_s, timing.scoring_s],
@@ -339,6 +341,7 @@ def _rollout_from(block_id: int, saved: dict[str, Any]) -> Rollout:
         advantage=saved["advantage"],
         turn_rewards=saved["turn_rewards"],
         turn_advantages=saved["turn_advantages"],
+        role_rewards=saved["role_rewards"],
         failure=Failure(*failure) if failure is not None else None,
         attempts=saved["attempts"],
         timing=Timing(*saved["timing"]),
