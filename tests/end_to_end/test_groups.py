@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -58,38 +54,6 @@ def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
         ended = tiny_world.ended(record)
         assert len(set(ended)) == len(ended)
         assert set(trainer.plan.requests(record["block_id"])) <= set(ended)
-
-
-def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    let_go = threading.Event()
-    started = time.monotonic()
-
-    async def answer(body: dict[str, Any]) -> str:
-        if random.Random(body["seed"]).random() < 0.25 and body["seed"] > 1000:
-            await asyncio.to_thread(let_go.wait, 100)
-        return letters(body)
-
-    with FakeOpenAIServer(answer) as fake:
-        trainer = make_fake_trainer(
-            tiny_world.single_turn(), fake.url, output_dir=tmp_path, drop_stragglers_after=1.0, max_steps=1
-        )
-        try:
-            trainer.train()
-        finally:
-            let_go.set()
-    dropped = reasons(tmp_path)
-    # a group of which one rollout is left has nothing to compare it with
-    assert "straggler" in dropped
-    assert set(dropped) <= {"straggler", "no_baseline"}
-    assert sum(trainer.logged("rows/dropped/straggler")) == dropped["straggler"]
-    assert sum(trainer.logged("outcomes/cancelled")) == dropped["straggler"]
-    items = [item for record in read_block_log(tmp_path) for item in record["dropped"]]
-    seconds = [item["seconds"] for item in items if item["reason"] == "straggler"]
-    # a straggler may have begun after the wait for its block, and never before this test
-    assert 0.0 < min(seconds) <= max(seconds) < time.monotonic() - started
-    assert trainer.logged("time/straggler_mean_s") == [pytest.approx(fmean(seconds), abs=0.002)]
 
 
 @pytest.mark.parametrize(

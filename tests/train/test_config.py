@@ -123,7 +123,6 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"vllm_importance_sampling_clip_min": 1.01}, "clip_min=1.01 and .* leave out a ratio of 1"),
         ({"vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max=0.5 leave out a ratio of 1"),
         ({"max_staleness": -1}, "max_staleness is -1; give 0 or more"),
-        ({"drop_stragglers_after": 0.0}, "drop_stragglers_after is 0; give seconds above 0, or None to wait"),
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; give 1 or more, or None"),
         ({"num_generations_eval": 4}, "num_generations_eval is 4 with eval_temperature=0: greedy answers"),
         ({"eval_timeout": -1.0}, "eval_timeout is -1; give a number above 0"),

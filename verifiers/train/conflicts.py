@@ -46,7 +46,6 @@ _BOUNDS = {
 }
 
 _ABOVE_ZERO = {
-    "drop_stragglers_after": "seconds above 0, or None to wait",
     "eval_max_concurrent": "a number above 0, or leave it out",
     "eval_timeout": "a number above 0, or leave it out",
 }

@@ -100,7 +100,6 @@ class RolloutSession:
             group_policy=GroupPolicy(
                 retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
             ),
-            drop_stragglers_after_s=args.drop_stragglers_after,
         ).start()
         # writing a checkpoint to a slow disk holds the interpreter too, so not already at grading_timeout
         self.generator.exit_if_blocked(max(args.grading_timeout, args.async_generation_timeout))
