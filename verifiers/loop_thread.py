@@ -21,8 +21,6 @@ from typing import Any, TypeVar
 from verifiers.errors import DeadlineError, GenerationError
 from verifiers.interrupt import exit_if_blocked
 
-__all__ = ["BLOCKING_ADVICE", "LoopThread", "run_blocking", "running_function"]
-
 logger = logging.getLogger("verifiers")
 
 T = TypeVar("T")

@@ -16,8 +16,6 @@ from verifiers.types import ChatMessage, Info, Messages, MessageType, drop_none
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["LazyDataset", "count_trained_on", "format_dataset", "format_prompt", "row_fields", "selected"]
-
 _MOST_COMPARED = 50_000
 
 

@@ -20,8 +20,6 @@ from verifiers.types import RewardFunc, RolloutScore, State
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["EnvGroup", "EnvGroupRubric", "Route", "alternating", "group_datasets"]
-
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 Result = TypeVar("Result")

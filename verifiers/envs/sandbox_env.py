@@ -24,8 +24,6 @@ from verifiers.sandbox.python_repl import PythonInterpreter
 from verifiers.sandbox.spec import RunResult, Sandbox, SandboxSpec
 from verifiers.types import Messages, Record, State
 
-__all__ = ["PythonEnv", "SandboxClient", "SandboxEnv", "SandboxRequest", "SandboxState"]
-
 _IDLE_COMMAND = "tail -f /dev/null"
 
 

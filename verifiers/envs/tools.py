@@ -30,12 +30,6 @@ from verifiers.types import ChatMessage, message_field
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = [
-    "NOT_FOR_THE_MODEL", "TOOL_FIELDS", "RequestedCall", "Tool", "as_tool", "convert_func_to_oai_tool",
-    "openai_tools", "parse_arguments", "requested_calls", "strict_schema", "tool_definition", "tool_message",
-    "tool_name",
-]  # fmt: skip
-
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 MAX_TOOL_THREADS = 64

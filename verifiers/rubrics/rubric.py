@@ -25,8 +25,6 @@ from verifiers.rubrics.scoring import (
 )
 from verifiers.types import RewardFunc, RolloutScore, State
 
-__all__ = ["Rubric", "RubricGroup"]
-
 CLASSIC_METHODS = ("score_group", "score_rollout", "score_rollouts", "call_reward_func")
 """Methods that packages for verifiers 0.1.x override; `verifiers.classic.rubrics` makes such an override count."""
 

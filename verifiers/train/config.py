@@ -22,8 +22,6 @@ from verifiers.train.conflicts import longest_wait_s, refuse_biased_sampling, re
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["GRPOConfig", "grpo_defaults", "lora_defaults", "setting_name"]
-
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):

@@ -11,17 +11,6 @@ from verifiers.errors import ConfigError
 from verifiers.inference.wire import NEUTRAL, unless_neutral
 from verifiers.train.loss.loss_types import LOSS_TYPES
 
-__all__ = [
-    "CHOICES",
-    "UNSUPPORTED",
-    "longest_wait_s",
-    "refuse_adapters",
-    "refuse_biased_sampling",
-    "refuse_conflicts",
-    "refuse_processes",
-    "unknown_setting",
-]
-
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),

@@ -18,8 +18,6 @@ from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.train.monitor import RunMonitor
 
-__all__ = ["ProgressLines", "can_draw", "format_seconds", "shown"]
-
 
 @contextlib.contextmanager
 def shown(monitor: RunMonitor, callbacks: Sequence[Any]) -> Iterator[None]:

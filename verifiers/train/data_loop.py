@@ -33,8 +33,6 @@ from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.logprobs import PolicyLogprobs
 from verifiers.train.processes.distributed import Ranks
 
-__all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch", "reward_of_the_environment"]
-
 logger = logging.getLogger("verifiers.train")
 
 

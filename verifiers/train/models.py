@@ -12,17 +12,6 @@ from typing import Any
 
 from verifiers.errors import ConfigError, Error
 
-__all__ = [
-    "check_model_exists",
-    "check_model_path",
-    "disable_dropout",
-    "get_adapter",
-    "get_model",
-    "get_model_and_tokenizer",
-    "get_tokenizer",
-    "raises_load_error",
-]
-
 logger = logging.getLogger("verifiers.train")
 
 

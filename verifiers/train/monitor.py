@@ -37,8 +37,6 @@ from verifiers.train.batching.micro_batches import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.config import GRPOConfig
 
-__all__ = ["MonitorCallback", "RunMonitor"]
-
 logger = logging.getLogger("verifiers.train")
 
 _LOGS_KEPT = 1000

@@ -20,8 +20,6 @@ from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
 from verifiers.workers.settings import WorkerSettings
 
-__all__ = ["EnvironmentTable", "LoraTable", "ModelTable", "RunFile", "ServerTable", "load_run_file"]
-
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -18,8 +18,6 @@ from verifiers.train.evaluation.evaluator import Evaluator
 from verifiers.train.monitor import RunMonitor
 from verifiers.train.processes.distributed import Ranks, ended_if_stuck
 
-__all__ = ["RunLifecycle", "restore_curriculum", "still_planned"]
-
 
 class RunLifecycle:
     """The start and end of a run: its parts, and curriculum and blocks in flight as its checkpoint has them.

@@ -24,8 +24,6 @@ from verifiers.train.config import GRPOConfig, setting_name
 from verifiers.train.conflicts import refuse_biased_sampling
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 
-__all__ = ["RunPlan", "datasets_of", "plan_batches", "plan_run", "training_sampling_args"]
-
 _MEASURES = ("reward", "reward_stderr", "prompts", "failed", "seconds")
 _FAMILIES = ("rewards/", "tasks/", "outcomes/", "completions/", "pass_at_", "pass_hat_", "best_at_")
 

@@ -52,8 +52,6 @@ from verifiers.train.weight_sync.protocol import WeightSync, refuse_untied
 from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
 
-__all__ = ["GRPOTrainer"]
-
 logger = logging.getLogger("verifiers.train")
 
 

@@ -18,8 +18,6 @@ from verifiers.train.batching.micro_batches import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Outcome, RolloutKey
 
-__all__ = ["block_metrics", "block_tokens", "curriculum_metrics", "fill_completions_table"]
-
 
 def block_metrics(
     block: ScoredBlock,

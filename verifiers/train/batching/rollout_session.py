@@ -25,8 +25,6 @@ from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher
 from verifiers.types import RolloutKey
 
-__all__ = ["RolloutPrefetcher", "RolloutSession"]
-
 
 class RolloutSession:
     """The servers, the generator and the prefetcher of a run, from `open` to `close`.

@@ -42,17 +42,6 @@ from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weight
 from verifiers.train.loss.prefixes import LEAST_SAVED
 from verifiers.types import RolloutKey
 
-__all__ = [
-    "BlockStream",
-    "Dropped",
-    "TrainingBlock",
-    "block_samples",
-    "build_training_block",
-    "only_advantages_matter",
-    "rollout_tokens",
-    "rows_to_score",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Dropped:

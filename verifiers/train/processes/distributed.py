@@ -25,8 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 from verifiers.errors import RankError
 from verifiers.interrupt import EndedBySignal, Termination, ended_by_signals, handlers
 
-__all__ = ["Ranks", "end_together", "ended_if_stuck", "recorded"]
-
 T = TypeVar("T")
 
 
