@@ -28,7 +28,7 @@ from verifiers.evals.store import METADATA, RESULTS, iter_rows, new_run_director
 from verifiers.evals.summary import rollouts_planned, run_summary
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
-from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
+from verifiers.rollouts.rollout import Rollout, RolloutRequest, most_often
 from verifiers.rollouts.run import Run, relaxed_gc
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import Outcome, RolloutKey
@@ -181,19 +181,6 @@ def _most_unfinished(limiter: Limiter) -> float:
     return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
 
 
-async def run_evaluation(runner: Run, groups: Iterable[Sequence[RolloutRequest]]) -> ScoredBlock:
-    """Run and score all groups under the runner's limiter; raise NothingScoredError where none got a reward."""
-    scored = await runner.run_groups(groups)
-    block = ScoredBlock(EVALUATION_BLOCK, scored)
-    if not any(rollout.is_scored for rollout in block):
-        raise _nothing_scored(len(block.rollouts), block.commonest_failure())
-    return block
-
-
-def _nothing_scored(rollouts: int, commonest: tuple[str, int] | None) -> NothingScoredError:
-    return NothingScoredError(f"none of {rollouts} evaluation rollouts got a reward{most_often(commonest)}")
-
-
 class LoopLag:
     """A measurement, ten times a second, of how late a timer fires.
 
@@ -321,7 +308,8 @@ class EvaluationRun:
     def require_scores(self) -> None:
         """Raise NothingScoredError, with the commonest cause, where no rollout got a reward."""
         if not self.results.scored:
-            raise _nothing_scored(len(self.results), self.results.commonest_failure())
+            cause = most_often(self.results.commonest_failure())
+            raise NothingScoredError(f"none of {len(self.results)} evaluation rollouts got a reward{cause}")
 
 
 # -- new, or continued ---------------------------------------------------------------------------------------------

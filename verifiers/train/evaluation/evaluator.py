@@ -17,7 +17,7 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError, DeadlineError, Error, NothingScoredError
-from verifiers.evals.evaluation_run import EvaluationRun, iter_requests, run_evaluation
+from verifiers.evals.evaluation_run import EvaluationRun
 from verifiers.evals.statistics import Estimate
 from verifiers.evals.store import ResultStore
 from verifiers.evals.summary import RunSummary, summarize
@@ -28,7 +28,6 @@ from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.reports.evaluation import write_evaluation_report
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import RolloutActivity, Run
 from verifiers.train.batching.rollout_session import RolloutSession
 from verifiers.train.config import GRPOConfig
@@ -178,37 +177,6 @@ class Evaluator:
                 f"metric_for_best_model is {self._args.metric_for_best_model!r}, which this evaluation lacks; "
                 f"choose one of {', '.join(sorted(metrics))}."
             ) from None
-
-    @in_stage("eval")
-    def evaluate_block(self, version: int, eval_dataset: Any = None) -> ScoredBlock:
-        """Roll out the prompts of the only set, or of rows that are given instead, and keep the rollouts; on rank 0.
-
-        Args:
-            version: under which the present weights are pushed.
-
-        Raises:
-            NothingScoredError: no rollout got a reward, or it ran out of time.
-        """
-        sets = self.sets
-        if eval_dataset is not None:
-            sets = choose_eval_sets(self._env, eval_dataset, most=-1)
-        if len(sets) > 1:
-            names = ", ".join(one.name for one in sets)
-            raise ConfigError(f"there are several eval sets ({names}); give rows of one, or call evaluate().")
-        (one,) = sets
-        generator = self._session.publish(version)
-        limiter = SubLimiter(generator.rollout_run().limiter, self._args.eval_max_concurrent)
-        runner = _runner_of(generator, one, self._sampling(one), limiter)
-        requests = list(iter_requests(one.dataset, self._args.num_generations_eval or 1, self._args.seed))
-        kept: list[ScoredBlock] = []
-
-        async def run() -> Measured:
-            kept.append(await run_evaluation(runner, requests))
-            return Measured({}, [])
-
-        if failures := evaluate_sets(generator, [run], self._deadline_s()).failures:
-            raise NothingScoredError("; ".join(failures))
-        return kept[0]
 
     # -- one evaluation -------------------------------------------------------------------------------------------
 
