@@ -174,41 +174,6 @@ def test_a_run_that_learns_nothing_is_told_in_log_end_and_report(
 # -- rollouts without an advantage --------------------------------------------------------------------------------
 
 
-def zero_variance_for_some(completion: Any, info: Any, prompt: Any) -> float:
-    """Return the same for every rollout of a short prompt, whose group has no variance; the length for others."""
-    return 1.0 if len(prompt[-1]["content"]) % 2 else float(len(completion[-1]["content"]))
-
-
-def trained(make_trainer: Callable[..., Any], **overrides: Any) -> Any:
-    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 1}
-    values = {
-        "skip_zero_advantage_rows": True,
-        "optim": "sgd",
-        "learning_rate": 0.05,
-        "max_grad_norm": 0.0,
-        **sizes,
-        **overrides,
-    }
-    trainer = make_trainer(tiny_world.single_turn(reward=zero_variance_for_some), **values)
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
-def test_skipping_rows_without_an_advantage_changes_no_weight(
-    make_trainer: Callable[..., Any], loss_type: str
-) -> None:
-    skipping = trained(make_trainer, loss_type=loss_type)
-    computing = trained(make_trainer, loss_type=loss_type, skip_zero_advantage_rows=False)
-    skipped = skipping.logged("rows/dropped/zero_advantage")[0]
-    assert 0 < skipped < 16
-    assert skipping.logged("rows/trained")[0] + skipped == computing.logged("rows/trained")[0]
-    assert skipping.logged("reward") == computing.logged("reward")
-    before, after = tiny_world.weights(computing), tiny_world.weights(skipping)
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-7)
-
-
 def test_a_block_in_which_no_group_has_variance_is_trained_and_changes_nothing(
     make_trainer: Callable[..., Any],
 ) -> None:
