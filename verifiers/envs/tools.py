@@ -99,9 +99,6 @@ def as_tool(func: Any, hidden: Collection[str] = ()) -> Tool:
     """Return a function, or a `Tool` as it is, as a `Tool`.
 
     What a partial binds is not shown to the model, nor are the `hidden` parameters, which the environment fills in.
-
-    Raises:
-        ConfigError: no usable name, hidden parameters that do not exist, or types that no JSON can give.
     """
     if isinstance(func, Tool):
         if hidden:

@@ -49,11 +49,7 @@ class ComparedRun:
 
 
 def read_compared_run(directory: str | Path) -> ComparedRun:
-    """Read a run directory row by row.
-
-    Raises:
-        ConfigError: there is no run there, or it is damaged.
-    """
+    """Read a run directory row by row."""
     path = run_at(directory)
     return ComparedRun.of_rows(path, read_metadata(path), iter_rows(path))
 
@@ -91,7 +87,6 @@ class Side:
     """One run's estimate of the compared metric.
 
     Attributes:
-        name: its directory.
         estimate: over the prompts that are compared: those in pairs, or all where there are no pairs.
         only_here: prompts that the other run does not have.
         unscored: prompts of both runs that have no value here, and so are in no pair.

@@ -258,11 +258,7 @@ class EvaluationRun:
         return self.finished_before >= self.planned
 
     async def run(self, runner: Run, dataset: Any, keep: Callable[[Rollout], None] | None) -> None:
-        """Run what is left. Returns early after an interruption; everything finished is kept in any case.
-
-        Args:
-            keep: stores a finished rollout; None keeps its numbers alone.
-        """
+        """Run what is left. Returns early after an interruption; everything finished is kept in any case."""
 
         def take(rollout: Rollout) -> None:
             if keep is not None:
@@ -287,12 +283,7 @@ class EvaluationRun:
                 yield group
 
     def summary(self, seconds: float, **options: Any) -> dict[str, Any]:
-        """Return the run in numbers; to the seconds of this process those of earlier ones are added.
-
-        Args:
-            seconds: that this process ran rollouts.
-            **options: `right_from` and `prices` of `summarize`.
-        """
+        """Return the run in numbers; to the seconds of this process those of earlier ones are added."""
         before = (self.metadata.get("summary") or {}).get("seconds") or 0.0
         found = run_summary(self.results, self.metadata, before + seconds, **options)
         if self.lag.late_ms:
@@ -345,15 +336,7 @@ def open_run(
 
     Args:
         plan: metadata of the run, with every entry of `IDENTITY`; `shard`, such as "3/8", for a part of it.
-        rubric: of the environment.
-        root: directory of all evaluations.
         rows: of the plan; with them a run of fewer of these prompts, or of fewer rollouts of each, is continued, too.
-        fresh: never continue a run.
-        redact: takes secrets out of what is written.
-
-    Raises:
-        ConfigError: nothing can be written there, a stored run is damaged, or there is no prompt to run, or fewer
-            than shards.
     """
     planned = _planned(plan)  # refuses before a directory is made
     parent = Path(root) / f"{plan['env']}--{plan['model']}".replace("/", "--")

@@ -225,9 +225,6 @@ def t_quantile(probability: float, degrees: float) -> float:
     """Return the quantile of Student's t with `degrees` >= 1 degrees of freedom at this probability.
 
     By inverting the incomplete beta function; relative error below 1e-8 up to 10 million degrees.
-
-    Raises:
-        ConfigError: a probability that is not between 0 and 1, or degrees below 1.
     """
     if not 0 < probability < 1 or not degrees >= 1:
         raise ConfigError(
@@ -263,9 +260,6 @@ def clopper_pearson(right: int, trials: int, confidence: float = 0.95) -> tuple[
     """Return the exact interval for a probability, given `right` successes in `trials` independent trials.
 
     It covers the truth with at least `confidence`, whatever the truth is (Clopper and Pearson 1934).
-
-    Raises:
-        ConfigError: not 0 <= right <= trials, or no trial at all.
     """
     if not 0 <= right <= trials or trials < 1:
         raise ConfigError(f"an exact interval needs 0 <= right <= trials and a trial, not {right} of {trials}.")
@@ -390,9 +384,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate without bias the chance that at least one of k rollouts is right, from c right ones among n.
 
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374); NaN for k > n, which n rollouts cannot tell.
-
-    Raises:
-        ConfigError: not 0 <= c <= n, or k < 1.
     """
     _check_counts(n, c, k)
     return math.nan if k > n else (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
@@ -413,9 +404,6 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
     The mean of the maximum over all choices of k of the n: the i-th smallest reward is the largest of
     C(i - 1, k - 1) of the C(n, k) choices. For rewards of 0 and 1 this is `pass_at_k`; NaN for k > n.
-
-    Raises:
-        ConfigError: k < 1.
     """
     if k < 1:
         raise ConfigError(f"best@k needs k >= 1, not {k}.")

@@ -108,11 +108,7 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 
 
 def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of results.jsonl in the order in which they were written; none where there is no file.
-
-    Raises:
-        ConfigError: a line before the last is damaged.
-    """
+    """Yield the lines of results.jsonl in the order in which they were written; none where there is no file."""
     for _, row in iter_lines(directory):
         yield row
 

@@ -117,9 +117,6 @@ def load_prices(path: str | os.PathLike[str]) -> PriceTable:
         completion = 1.60
 
     Prices are per million tokens.
-
-    Raises:
-        ConfigError: the file cannot be read, or an entry is not a price.
     """
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -124,11 +124,7 @@ class EndedSession:
 
 
 def admin_key() -> tuple[str, bool]:
-    """Return the key that opens sessions, and whether it was made here because `KEY_VARIABLE` is not set.
-
-    Raises:
-        ConfigError: the variable's value is too short to be a secret.
-    """
+    """Return the key that opens sessions, and whether it was made here because `KEY_VARIABLE` is not set."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key and len(key) < SHORTEST_KEY:
         raise ConfigError(

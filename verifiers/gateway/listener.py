@@ -64,9 +64,6 @@ class Listener:
         Args:
             port: 0 for a free one.
 
-        Returns:
-            The URL, without a path.
-
         Raises:
             ConfigError: the address cannot be had.
         """

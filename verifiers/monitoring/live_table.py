@@ -91,9 +91,7 @@ def run_table(
     """Return the table, for a terminal of any width.
 
     Args:
-        now: what the trainer does at the moment, and the generator.
         done: share of the steps, 0 .. 1.
-        reward: the mean reward of each log so far.
     """
     lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan"), _Progress(done, reward)]
     if total.wall > 0:

@@ -231,9 +231,6 @@ class DataLoop:
     def drop_update(self, optimizer_step: int, places: Sequence[int]) -> str:
         """Record the rollouts of an update that is not applied as dropped, unless another pass trains them.
 
-        Args:
-            places: in the block, of rollouts that are to be named.
-
         Returns:
             The block and these rollouts, for a message.
         """

@@ -98,11 +98,7 @@ class RunLifecycle:
 
 
 def restore_curriculum(plan: BatchPlan, further: Mapping[str, Any]) -> None:
-    """Bring an adaptive curriculum to where a checkpoint's further state stands.
-
-    Raises:
-        CheckpointError: the checkpoint has no state of a curriculum.
-    """
+    """Bring an adaptive curriculum to where a checkpoint's further state stands."""
     if not isinstance(plan.source, ObservesBlocks):
         return
     if "curriculum" not in further:

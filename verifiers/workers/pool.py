@@ -340,9 +340,6 @@ class RemoteWorkers:
         factories: an environment on rank 0, which has the rows, and a function without arguments that makes the
             same one in a worker; picklable. A worker makes all of them at its start.
         blocked_s: seconds for which one piece of code may keep a worker's event loop from all others.
-
-    Raises:
-        ConfigError: a factory that cannot be pickled.
     """
 
     def __init__(

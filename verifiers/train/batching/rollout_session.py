@@ -31,13 +31,7 @@ class RolloutSession:
 
     Args:
         envs: the environment that is trained on, then those that are evaluated on.
-        rows: the training rows.
-        sampling_args: OpenAI's arguments of training rollouts.
         checks_meanwhile: a push may be checked while the trainer computes.
-
-    Attributes:
-        generator: rolls out and scores blocks; None while closed.
-        prefetcher: keeps blocks in flight; None while closed.
     """
 
     def __init__(

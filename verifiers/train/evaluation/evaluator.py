@@ -60,9 +60,6 @@ class Measured:
 class Evaluator:
     """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics.
 
-    Args:
-        session: the servers and the generator, on rank 0.
-
     Attributes:
         nothing_scored: the last evaluation gave no reward.
     """
@@ -98,8 +95,6 @@ class Evaluator:
         """Roll out all sets under the present weights and return the metrics; every rank calls it.
 
         Args:
-            step: of the weights.
-            version: under which they are pushed.
             required: an evaluation without a reward is an error, not a warning.
 
         Raises:

@@ -30,11 +30,7 @@ _DESCRIBE_S = 600.0
 
 
 def default_weight_sync(args: GRPOConfig, servers: Sequence[Backend], policy: Any, tokenizer: Any) -> WeightSync:
-    """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped.
-
-    Raises:
-        ConfigError: the servers have different API keys.
-    """
+    """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped."""
     if args.rollout_device is not None:
         return InProcessSync(
             policy,
