@@ -119,7 +119,6 @@ class LoopThread:
         """Run a coroutine on the loop and wait for its result in another thread.
 
         Args:
-            timeout_s: seconds that it may take.
             stall_s: seconds for which code may block the loop meanwhile.
             ending_s: seconds to wait for the coroutine's end where it is cancelled, by a deadline or because the
                 waiting thread is interrupted.

@@ -227,12 +227,10 @@ class EvaluationRun:
     """An evaluation that is new or continued; made by `open_run` or `new_run`.
 
     Attributes:
-        planned: rollouts in all.
         whole_groups: the rubric scores a prompt's rollouts together.
         results: numbers of all rollouts so far, this process's and those before.
         done: for each prompt, the generations that were finished before.
         ran, tokens: rollouts and completion tokens of this process.
-        interruption: ends it before its time.
     """
 
     directory: Path

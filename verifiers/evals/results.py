@@ -28,7 +28,6 @@ class Counts:
         failed: those that ended in a failure; all of them are unscored.
         truncated: those that ran out of tokens; they have a reward like any other.
         missing: planned rollouts of which there is no row; None where the plan is not known.
-        outcomes: rollouts by outcome.
     """
 
     prompts: int
@@ -49,8 +48,6 @@ class RolloutResults:
     failed tool calls and seconds of both add up.
 
     Attributes:
-        retries: model calls that were repeated.
-        generation_s: wall-clock seconds of all rollouts, added up.
         without_usage: rows of which the tokens are not known.
         tool_call_errors: tool calls that failed, as the policy was told.
         first_tool_call_error: the text of the first of them; None where there is none.

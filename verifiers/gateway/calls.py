@@ -55,12 +55,7 @@ class RefusedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """A call, in the terms of chat or text completions, as the agent asked for it.
-
-    Attributes:
-        arguments: of `create`, without the model and the sampling.
-        echo: what the wire format repeats in its answer.
-    """
+    """A call, in the terms of chat or text completions, as the agent asked for it."""
 
     path: str
     model: str

@@ -60,9 +60,7 @@ class ExternalSession:
 
     Attributes:
         id: public name; the session's key is the agent's secret.
-        row: prompt, answer, task, info and example_id.
         error: why the agent failed, as far as who started it says so.
-        has_ended: nothing more is posted.
         is_cancelled: `cancel` was called before the end was posted.
         began_at: seconds on the monotonic clock.
         result: set where the finished rollout is recorded: what became of it.

@@ -39,9 +39,6 @@ class Gateway:
 
     Args:
         keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
-
-    Attributes:
-        url: without the version; `base_url` has it.
     """
 
     def __init__(

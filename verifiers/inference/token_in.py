@@ -70,7 +70,6 @@ class TokenIn:
     Belongs to the event loop it is first used in.
 
     Args:
-        mode: "auto" or "tokens".
         retry: for the calls that ask the server what it can do.
     """
 
@@ -218,7 +217,6 @@ class TurnRenderer:
         Args:
             held: everything that the policy saw and sampled; it ends with the ids of `answer`.
             answer: the message that was read from these.
-            new: messages since.
 
         Raises:
             CannotRenderTurnError: the template does not let these messages be rendered by themselves.
@@ -358,10 +356,7 @@ class ChatCall:
     Attributes:
         keys: each message as a value that cannot change, for comparison; without its reasoning, which environments
             leave out when they repeat what the policy said.
-        sampling: vLLM's sampling parameters.
-        template_options: arguments of the chat template.
         chat_options: what reading the answer depends on.
-        request_options: further fields of the request.
         context: what must be equal for one call to continue another.
     """
 

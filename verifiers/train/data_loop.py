@@ -40,8 +40,6 @@ class RankSteps(NamedTuple):
     """Micro-steps of one rank, as rank 0 sends them.
 
     Attributes:
-        micro_steps: micro-batches by micro-step.
-        metrics: of the block, with its last micro-step.
         gradient_scale: of a streamed micro-step that ends an update: the factor for the update's gradient.
     """
 
@@ -55,7 +53,6 @@ class DataLoop:
 
     Args:
         beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
-        skip_zero_advantage: leave out rows whose advantage is 0.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
         log: called on every rank with the metrics of a block.

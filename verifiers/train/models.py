@@ -91,9 +91,6 @@ def disable_dropout(model: Any, *, warns: bool = True) -> None:
     """Set every dropout rate of a model to 0, adapters' included; its config keeps what is saved with it.
 
     Covers dropout modules, and the rates that attention layers hold as attributes and hand to a function.
-
-    Args:
-        warns: log the rates that were above 0.
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():

@@ -20,11 +20,7 @@ from verifiers.train.processes.distributed import Ranks, ended_if_stuck
 
 
 class RunLifecycle:
-    """The start and end of a run: its parts, and curriculum and blocks in flight as its checkpoint has them.
-
-    Attributes:
-        first_step: the optimizer step at which the run starts.
-    """
+    """The start and end of a run: its parts, and curriculum and blocks in flight as its checkpoint has them."""
 
     def __init__(
         self,

@@ -30,7 +30,6 @@ def block_metrics(
     """Return every metric of one block, from its rollouts and what is trained of them.
 
     Args:
-        optimizer_step: steps before its first update, for its staleness.
         chunk_size: sequences that a server in this process generates at once.
     """
     # those of filtered groups too: a mean over what is kept would show the filter, not the policy

@@ -105,7 +105,6 @@ def build_training_block(
         skip_zero_advantage: leave out rollouts whose advantage is 0 on every token. They still count in every
             denominator, so loss and gradient are the same; only right where nothing else reaches the loss.
         oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
-        penalties: subtracted from the rollouts' rewards before the advantages.
     """
     picked = _pick_rows(block, args, oldest_version, skip_zero_advantage, penalties)
     order = plan.shuffle_order(block.block_id, plan.completions_per_block)
@@ -154,12 +153,7 @@ def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool
 
 
 class BlockStream:
-    """The micro-steps of one block that is still being generated, in order; on rank 0.
-
-    Attributes:
-        optimizer_step: at which the block's first update begins.
-        block: its groups that are scored.
-    """
+    """The micro-steps of one block that is still being generated, in order; on rank 0."""
 
     def __init__(
         self,
@@ -275,7 +269,6 @@ def block_samples(
     """Pick the rows of a block that are trained on, in plan order.
 
     Args:
-        advantages: of the rollouts to train on, from `rollout_advantages`.
         max_seq_len: most prompt and completion tokens of a row together; None for no limit.
         oldest_version: rollouts with a token of an older policy version are dropped whole; None for no limit.
 

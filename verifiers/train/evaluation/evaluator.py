@@ -50,7 +50,6 @@ class Measured:
 
     Attributes:
         metrics: by their logged names. A set in which nothing was scored has counts, and no means.
-        failures: why the sets without a reward have none.
     """
 
     metrics: dict[str, float]
@@ -58,11 +57,7 @@ class Measured:
 
 
 class Evaluator:
-    """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics.
-
-    Attributes:
-        nothing_scored: the last evaluation gave no reward.
-    """
+    """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics."""
 
     def __init__(
         self,

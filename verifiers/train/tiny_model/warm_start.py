@@ -41,7 +41,6 @@ class WarmStartResult:
     Attributes:
         accuracy: greedy exact match on the eval pairs, 0 .. 1.
         steps: supervised optimizer steps, those taken back included.
-        seconds: wall clock.
     """
 
     accuracy: float

@@ -224,7 +224,6 @@ class WeightPublisher:
         """Push the present weights and check by log-probs that the servers sample from them, where that is due.
 
         Args:
-            version: the optimizer step of the weights.
             may_check_meanwhile: answers to a check may come while the trainer computes; `finish_check` judges them.
 
         Raises:
