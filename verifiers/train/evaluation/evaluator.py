@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.concurrency import gather_owned
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError, DeadlineError, Error, NothingScoredError
 from verifiers.evals.evaluation_run import EvaluationRun
@@ -259,16 +260,9 @@ async def _run_until(sets: Sequence[EvaluatesSet], timeout_s: float) -> Measured
 
 
 async def _run_all(sets: Sequence[EvaluatesSet]) -> Measured:
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one()) for one in sets]
-    except BaseExceptionGroup as failed:
-        first = failed.exceptions[0]
-    else:
-        measured = [task.result() for task in running]
-        metrics = {name: value for one in measured for name, value in one.metrics.items()}
-        return Measured(metrics, [failure for one in measured for failure in one.failures])
-    raise first
+    measured = await gather_owned(one() for one in sets)
+    metrics = {name: value for one in measured for name, value in one.metrics.items()}
+    return Measured(metrics, [failure for one in measured for failure in one.failures])
 
 
 def _out_of_time(timeout_s: float, further: str = "") -> Measured:
