@@ -300,13 +300,7 @@ def _function_tool(func: Callable[..., Any], hidden: Collection[str]) -> Tool:
             "them types that JSON can hold, or hide them by StatefulToolEnv.add_tool(tool, args_to_skip=[...])."
         ) from error
     strict = None if takes_anything else strict_schema(loose)
-    function = {
-        "name": name,
-        "description": description or "",
-        "parameters": loose if strict is None else strict,
-        "strict": strict is not None,
-    }
-    definition = {"type": "function", "function": function}
+    definition = tool_definition(name, description or "", strict or loose, strict=strict is not None)
     hides = frozenset(hidden)
     return Tool(name, definition, func, _Binding(name, hides, parameters, fields, model), hides)
 
