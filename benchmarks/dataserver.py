@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-
-from verifiers.testing.fake_server import server_process
+from fake_process import server_process
 
 ROWS = 1000
 GRADERS = "import time\n\ndef sleeping():\n    time.sleep(1e6)\n\ndef busy():\n    while True:\n        pass\n"

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verifiers.testing.fake_server import server_process
+from fake_process import server_process
 
 HERE = Path(__file__).resolve().parent
 SIDE_TIMEOUT_S = 600

@@ -23,13 +23,13 @@ import time
 from typing import Any
 
 import aiohttp
+from fake_process import server_process
 
 from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.run import relaxed_gc
-from verifiers.testing.fake_server import server_process
 
 SESSIONS = 64
 RETRIED = 10

@@ -30,6 +30,7 @@ from typing import Any
 
 import aiohttp
 import openai
+from fake_process import server_process
 
 import verifiers as vf
 from verifiers.inference.limiter import Limiter
@@ -37,7 +38,6 @@ from verifiers.inference.server_pool import backend_for
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import Run, relaxed_gc
 from verifiers.testing import FakeOpenAIServer
-from verifiers.testing.fake_server import server_process
 from verifiers.types import RolloutKey
 
 MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]

@@ -32,6 +32,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fake_process import server_process
+
 # benchmarks/trl.py would stand before the library of its name
 with contextlib.suppress(ValueError):
     sys.path.remove(str(Path(__file__).resolve().parent))
@@ -40,7 +42,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import verifiers as vf
-from verifiers.testing.fake_server import server_process
 
 ROOT = f"{Path(vf.__file__).parent}{os.sep}"
 PLAYED_BEFORE = 7

@@ -38,40 +38,6 @@ it always did. `asyncio.CancelledError` is none of these and always passes.
 
 from __future__ import annotations
 
-__all__ = [
-    "AgentError",
-    "CheckpointError",
-    "ConfigError",
-    "DeadlineError",
-    "EmptyModelResponseError",
-    "EnvironmentLoadError",
-    "Error",
-    "GenerationError",
-    "GeneratorClosedError",
-    "GradingError",
-    "HubError",
-    "InfraError",
-    "InvalidModelResponseError",
-    "MissingTokenIdsError",
-    "ModelError",
-    "NotFiniteError",
-    "NothingScoredError",
-    "OverlongPromptError",
-    "ProviderError",
-    "RankError",
-    "RolloutWorkerError",
-    "SandboxError",
-    "ToolCallError",
-    "ToolError",
-    "ToolParseError",
-    "UnknownEnvironmentError",
-    "WeightProbeError",
-    "WeightSyncError",
-    "WorkerCallError",
-    "WorkerError",
-    "WorkerTimeoutError",
-]
-
 
 class Error(Exception):
     """Base of every exception that verifiers raises."""

@@ -19,16 +19,6 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
-__all__ = [
-    "Drainable",
-    "EndedBySignal",
-    "Termination",
-    "drained_by_signals",
-    "ended_by_signals",
-    "exit_if_blocked",
-    "handlers",
-]
-
 _GIVEN_BACK_WITHIN_S = 6.0
 _LOOP_RUNS_WITHIN_S = 5.0
 _STDERR = 2

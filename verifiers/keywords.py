@@ -50,11 +50,7 @@ def nearest_name(name: str, known: Collection[str]) -> str | None:
 
 
 def check_keywords(owner: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse keywords that are nearly the name of a known one.
-
-    Raises:
-        ConfigError: the sentence has the keyword and the known name.
-    """
+    """Refuse keywords that are nearly the name of a known one."""
     for name in given:
         near = None if name in known else nearest_name(name, known)
         if near is not None:
@@ -62,14 +58,7 @@ def check_keywords(owner: str, given: Collection[str], known: Collection[str]) -
 
 
 def set_extra_keywords(owner: Any, extra: Mapping[str, Any], expected: Collection[str] = ()) -> None:
-    """Set the keywords that no constructor of an object's class names as attributes of the object.
-
-    Args:
-        expected: names that need no warning, beside the attributes of the class.
-
-    Raises:
-        ConfigError: a keyword that is nearly a parameter of a constructor.
-    """
+    """Set the keywords that no constructor of an object's class names as attributes of the object."""
     kind: Any = type(owner)
     known = _constructor_names(kind)
     given = [name for name in extra if name not in expected and not hasattr(kind, name)]
@@ -82,11 +71,7 @@ def set_extra_keywords(owner: Any, extra: Mapping[str, Any], expected: Collectio
 
 
 def ignore_keywords(owner: Any, given: Collection[str], method: Callable[..., Any]) -> None:
-    """Log further keywords of a call, which have no effect.
-
-    Raises:
-        ConfigError: a keyword that is nearly a parameter of the method.
-    """
+    """Log further keywords of a call, which have no effect."""
     name = type(owner).__name__
     check_keywords(name, given, parameter_names(method))
     for keyword in given:
@@ -106,11 +91,7 @@ def parameter_names(*functions: Callable[..., Any]) -> frozenset[str]:
 
 
 def check_parameters(owner: str, function: Callable[..., Any], known: Collection[str]) -> None:
-    """Refuse a function that needs an argument which no caller supplies, but nearly has the name of a known one.
-
-    Raises:
-        ConfigError: the sentence has the parameter and the known name.
-    """
+    """Refuse a function that needs an argument which no caller supplies, but nearly has the name of a known one."""
     for name in required_parameters(function):
         near = nearest_name(name, known)
         if near is not None and name not in known:

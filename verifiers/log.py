@@ -13,14 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-__all__ = [
-    "Redactor",
-    "redact_logs",
-    "secrets_of_run",
-    "setup_logging",
-    "url_without_secrets",
-]
-
 
 def setup_logging(level: int | str = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
     """Send the package's log to standard error. Other libraries' loggers and the root logger stay as they are.

@@ -21,8 +21,6 @@ from typing import Any, TypeVar
 from verifiers.errors import DeadlineError, GenerationError
 from verifiers.interrupt import exit_if_blocked
 
-__all__ = ["BLOCKING_ADVICE", "LoopThread", "run_blocking", "running_function"]
-
 logger = logging.getLogger("verifiers")
 
 T = TypeVar("T")
@@ -121,7 +119,6 @@ class LoopThread:
         """Run a coroutine on the loop and wait for its result in another thread.
 
         Args:
-            timeout_s: seconds that it may take.
             stall_s: seconds for which code may block the loop meanwhile.
             ending_s: seconds to wait for the coroutine's end where it is cancelled, by a deadline or because the
                 waiting thread is interrupted.

@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> None:
         config.server_url = stack.enter_context(launched_server("embedded", str(start), args=["--threads", "1"]))
         trainer = vf.GRPOTrainer(str(start), env, config)
         stack.callback(trainer.close)
-        before = accuracy(trainer.evaluate_block(eval_rows))
+        before = accuracy(trainer, eval_rows)
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began
-        after = accuracy(trainer.evaluate_block(eval_rows))
+        after = accuracy(trainer, eval_rows)
     found = {
         "arm": args.arm,
         "seed": args.seed,
@@ -113,12 +113,12 @@ def question(row: Any) -> str:
     return str(row["prompt"][-1]["content"])
 
 
-def accuracy(block: Any) -> float:
+def accuracy(trainer: Any, rows: Any) -> float:
     """Return the mean reward, which is exact match, over the eval words."""
-    rewards = [rollout.reward for rollout in block if rollout.reward is not None]
-    if len(rewards) < len(list(block)):
-        raise RuntimeError(f"{len(list(block)) - len(rewards)} eval answers were not graded.")
-    return sum(rewards) / len(rewards)
+    found: dict[str, float] = trainer.evaluate(rows)
+    if found["eval_failed"]:
+        raise RuntimeError(f"{found['eval_failed']:.0f} eval answers were not graded.")
+    return found["eval_reward"]
 
 
 def settings(args: argparse.Namespace) -> Any:

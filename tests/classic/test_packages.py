@@ -13,7 +13,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.cli.evaluate import main as evaluate
-from verifiers.evals.evaluation_run import iter_requests, run_evaluation
+from verifiers.evals.evaluation_run import iter_requests
 from verifiers.evals.store import result_row
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.rollout import ScoredBlock
@@ -42,7 +42,7 @@ def run_modern(env: Any, server: FakeOpenAIServer, rollouts: int = 1) -> ScoredB
         backend = HttpBackend(Endpoint(server.url))
         runner = Run(env, backend, "fake", {"temperature": 0.7}, require_tokens=True)
         try:
-            return await run_evaluation(runner, iter_requests(env.get_eval_dataset(), rollouts, seed=1))
+            return ScoredBlock(0, await runner.run_groups(iter_requests(env.get_eval_dataset(), rollouts, seed=1)))
         finally:
             await backend.close()
 

@@ -57,26 +57,6 @@ def holding() -> Iterator[Holding]:
 # -- what runs when ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_the_next_block_is_begun_while_stragglers_of_the_one_before_still_run(
-    make_fake_trainer: Callable[..., Any], holding: Holding, ahead: int
-) -> None:
-    """A prompt of block 1 is answered only when block 1 + ahead is asked for: waiting for it first would hang."""
-    with FakeOpenAIServer(holding) as fake:
-        trainer = make_fake_trainer(
-            tiny_world.single_turn(),
-            fake.url,
-            num_batches_ahead=ahead,
-            max_steps=4,
-            async_generation_timeout=60.0,
-        )
-        blocks = texts_of_blocks(trainer)
-        holding.held = {blocks[1][0]}
-        holding.on_ask = lambda text: holding.let_go.set() if text in blocks[1 + ahead] else None
-        trainer.train()
-    assert trainer.state.global_step == 4
-
-
 @pytest.mark.parametrize("drains", [True, False])
 def test_rollouts_in_flight_end_before_a_push_only_where_pushes_drain(
     make_fake_trainer: Callable[..., Any], holding: Holding, drains: bool
@@ -160,23 +140,6 @@ def test_streaming_reaches_the_weights_and_the_loss_of_whole_blocks(
 
 
 # -- how stale ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("max_staleness", "expected"), [(None, 3), (1, 1)])
-def test_nothing_is_begun_that_would_be_too_stale_when_it_is_wanted(
-    make_fake_trainer: Callable[..., Any], max_staleness: int | None, expected: int
-) -> None:
-    with FakeOpenAIServer(letters) as fake:
-        trainer = make_fake_trainer(
-            tiny_world.single_turn(),
-            fake.url,
-            num_batches_ahead=3,
-            max_staleness=max_staleness,
-            drain_before_sync=True,
-            max_steps=6,
-        )
-        trainer.train()
-    assert max(trainer.logged("staleness")) == expected
 
 
 def test_rollouts_of_a_server_that_lags_are_dropped_and_counted_by_length(

@@ -181,32 +181,12 @@ def test_the_temperature_of_evaluations_is_theirs_and_not_that_of_training(
     trainer = make_trainer(env, max_steps=1, temperature=0.9, eval_temperature=asked)
     with tiny_world.closing(trainer):
         trainer.evaluate()
-        kept = trainer.evaluate_block()
         evaluated = {body["temperature"] for body, _ in trainer.client.answers if "messages" in body}
         assert evaluated == {asked}
         trainer.client.answers.clear()
         trainer.train()
         trained = {body["temperature"] for body, _ in trainer.client.answers if "messages" in body}
     assert trained == {0.9}
-    assert len(kept.rollouts) == (4 if grouped else 2)
-
-
-def test_an_evaluated_block_is_of_the_eval_set(make_trainer: Callable[..., Any]) -> None:
-    evaluated = tiny_world.Dialogue(eval_dataset=tiny_world.rows(3), reward=lambda completion, **_: 0.25)
-    trainer = make_trainer(tiny_world.single_turn(), eval_env=evaluated, num_eval_prompts=2)
-    with tiny_world.closing(trainer):
-        block = trainer.evaluate_block()
-        assert [(rollout.turns, rollout.reward) for rollout in block] == [(3, 0.25)] * 2
-        # the same prompts, seeds and weights as those of an evaluation that is logged
-        assert trainer.evaluate()["eval_completions/mean_length"] == pytest.approx(
-            sum(rollout.usage.completion_tokens for rollout in block) / 2
-        )
-        # rows that are given are played by the environment that is trained on, all of them
-        given = trainer.evaluate_block(tiny_world.single_turn().get_eval_dataset())
-        assert [rollout.turns for rollout in given] == [1] * 4
-    several = make_trainer(tiny_world.single_turn(), eval_env={"one": evaluated, "two": evaluated})
-    with pytest.raises(ConfigError, match=r"several eval sets \(one, two\)"):
-        several.evaluate_block()
 
 
 class Counts(tiny_world.Dialogue):

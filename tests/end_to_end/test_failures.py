@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import tiny_world
-import torch
 
 import verifiers as vf
 from verifiers.errors import NothingScoredError
@@ -73,26 +72,6 @@ def test_example_13_a_failed_rollout_has_no_row_no_reward_and_is_counted(
     assert trainer.logged("rollouts/launched") == [8.0]
     assert trainer.logged("rows/dropped/provider_error") == [2.0]
     assert trainer.logged("rows/trained") == [6.0]
-
-
-def test_a_group_with_one_score_left_gives_no_gradient(make_fake_trainer: Callable[..., Any]) -> None:
-    with FakeOpenAIServer(Script(["x", Fault(400), Fault(404), Fault(400)])) as fake:
-        trainer = make_fake_trainer(tiny_world.single_turn(reward=counts_x), fake.url, max_steps=1)
-        before = tiny_world.weights(trainer)
-        trainer.train()
-    assert list(trainer.rows()) == []
-    assert all(torch.equal(before[name], tensor) for name, tensor in tiny_world.weights(trainer).items())
-    assert trainer.logged("rows/dropped/no_baseline") == [2.0]
-
-
-def test_a_passing_failure_is_retried_and_is_no_failure(make_fake_trainer: Callable[..., Any]) -> None:
-    faults = [None, Fault(500), Fault(429, retry_after=0), Fault.disconnect(), Fault.malformed()]
-    with FakeOpenAIServer(Script(["x", "y", "x", "y"]), faults=faults) as fake:
-        trainer = make_fake_trainer(tiny_world.single_turn(reward=counts_x), fake.url, max_steps=1)
-        trainer.train()
-    assert trainer.logged("rollouts/retries") == [4.0]
-    assert trainer.logged("rollouts/failed") == [0.0]
-    assert outcome_counts(trainer)["completed"] == 8
 
 
 class Raising(vf.SingleTurnEnv):

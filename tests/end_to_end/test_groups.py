@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -58,38 +54,6 @@ def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
         ended = tiny_world.ended(record)
         assert len(set(ended)) == len(ended)
         assert set(trainer.plan.requests(record["block_id"])) <= set(ended)
-
-
-def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    let_go = threading.Event()
-    started = time.monotonic()
-
-    async def answer(body: dict[str, Any]) -> str:
-        if random.Random(body["seed"]).random() < 0.25 and body["seed"] > 1000:
-            await asyncio.to_thread(let_go.wait, 100)
-        return letters(body)
-
-    with FakeOpenAIServer(answer) as fake:
-        trainer = make_fake_trainer(
-            tiny_world.single_turn(), fake.url, output_dir=tmp_path, drop_stragglers_after=1.0, max_steps=1
-        )
-        try:
-            trainer.train()
-        finally:
-            let_go.set()
-    dropped = reasons(tmp_path)
-    # a group of which one rollout is left has nothing to compare it with
-    assert "straggler" in dropped
-    assert set(dropped) <= {"straggler", "no_baseline"}
-    assert sum(trainer.logged("rows/dropped/straggler")) == dropped["straggler"]
-    assert sum(trainer.logged("outcomes/cancelled")) == dropped["straggler"]
-    items = [item for record in read_block_log(tmp_path) for item in record["dropped"]]
-    seconds = [item["seconds"] for item in items if item["reason"] == "straggler"]
-    # a straggler may have begun after the wait for its block, and never before this test
-    assert 0.0 < min(seconds) <= max(seconds) < time.monotonic() - started
-    assert trainer.logged("time/straggler_mean_s") == [pytest.approx(fmean(seconds), abs=0.002)]
 
 
 @pytest.mark.parametrize(
@@ -208,41 +172,6 @@ def test_a_run_that_learns_nothing_is_told_in_log_end_and_report(
 
 
 # -- rollouts without an advantage --------------------------------------------------------------------------------
-
-
-def zero_variance_for_some(completion: Any, info: Any, prompt: Any) -> float:
-    """Return the same for every rollout of a short prompt, whose group has no variance; the length for others."""
-    return 1.0 if len(prompt[-1]["content"]) % 2 else float(len(completion[-1]["content"]))
-
-
-def trained(make_trainer: Callable[..., Any], **overrides: Any) -> Any:
-    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 1}
-    values = {
-        "skip_zero_advantage_rows": True,
-        "optim": "sgd",
-        "learning_rate": 0.05,
-        "max_grad_norm": 0.0,
-        **sizes,
-        **overrides,
-    }
-    trainer = make_trainer(tiny_world.single_turn(reward=zero_variance_for_some), **values)
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
-def test_skipping_rows_without_an_advantage_changes_no_weight(
-    make_trainer: Callable[..., Any], loss_type: str
-) -> None:
-    skipping = trained(make_trainer, loss_type=loss_type)
-    computing = trained(make_trainer, loss_type=loss_type, skip_zero_advantage_rows=False)
-    skipped = skipping.logged("rows/dropped/zero_advantage")[0]
-    assert 0 < skipped < 16
-    assert skipping.logged("rows/trained")[0] + skipped == computing.logged("rows/trained")[0]
-    assert skipping.logged("reward") == computing.logged("reward")
-    before, after = tiny_world.weights(computing), tiny_world.weights(skipping)
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-7)
 
 
 def test_a_block_in_which_no_group_has_variance_is_trained_and_changes_nothing(

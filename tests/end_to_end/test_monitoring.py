@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -115,23 +114,6 @@ def test_a_run_that_fails_leaves_a_report_that_says_why(
     (cause,) = read_history(run_dir).failures.items()
     assert "the grader has no licence" in cause[0]
     assert cause[1].count == trainer.plan.completions_per_block
-
-
-def test_a_key_in_the_settings_is_in_no_file_of_a_run(
-    make_trainer: Callable[..., tiny_world.ObservedTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SOME_SERVICE_TOKEN", "tok-0123456789abcdefghijkl")
-
-    def quotes(completion: Any, **kwargs: Any) -> float:
-        raise RuntimeError("401 for tok-0123456789abcdefghijkl")
-
-    trainer = make_trainer(tiny_world.single_turn(reward=quotes), run_name="tok-0123456789abcdefghijkl")
-    with pytest.raises(Exception, match="401"):
-        trainer.train()
-    for path in Path(trainer.args.output_dir).iterdir():
-        if path.suffix in (".json", ".jsonl", ".html"):
-            assert "0123456789abcdefghijkl" not in path.read_text(), path
-    assert json.loads((Path(trainer.args.output_dir) / "run.json").read_text())["run_name"] == "***"
 
 
 def test_steps_that_no_log_was_due_for_are_in_the_record_too(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import verifiers as vf
-from verifiers.evals.evaluation_run import iter_requests, run_evaluation
+from verifiers.evals.evaluation_run import iter_requests
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
@@ -109,7 +109,7 @@ def play(env: vf.Environment, policy: Policy, prompts: int = 5, rollouts: int = 
     async def run() -> ScoredBlock:
         client = FakeClient(lambda body: policy(Turn(body, _row.get())))
         runner = Run(env, ClientBackend(client), "scripted")
-        return await run_evaluation(runner, iter_requests(env.get_eval_dataset(prompts), rollouts, seed=0))
+        return ScoredBlock(0, await runner.run_groups(iter_requests(env.get_eval_dataset(prompts), rollouts, seed=0)))
 
     for each in played:
         each.rollout = told_the_row(each.rollout)  # type: ignore[method-assign]

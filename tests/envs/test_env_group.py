@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.evals.evaluation_run import iter_requests, run_evaluation
+from verifiers.evals.evaluation_run import iter_requests
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import Run
@@ -55,7 +55,7 @@ class OnlyFirst(vf.Environment):
 
 async def modern(env: Any, client: FakeClient, rollouts: int = 1, **sampling: Any) -> ScoredBlock:
     runner = Run(env, ClientBackend(client), "m", {**env.sampling_args, **sampling})
-    return await run_evaluation(runner, iter_requests(env.get_eval_dataset(), rollouts, None))
+    return ScoredBlock(0, await runner.run_groups(iter_requests(env.get_eval_dataset(), rollouts, None)))
 
 
 @pytest.fixture

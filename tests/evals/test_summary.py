@@ -225,8 +225,6 @@ def test_variance_is_split_as_in_the_analysis_of_variance() -> None:
     split = split_variance([[1.0, 3.0], [5.0, 7.0], [3.0, 5.0]])
     assert (split.between, split.within, split.rollouts_per_prompt) == pytest.approx((3, 2, 2))
     assert split.share_between == pytest.approx(0.6)
-    assert split.design_effect == pytest.approx(1.6)
-    assert split.stderr_with_twice_the_rollouts == pytest.approx(math.sqrt(3.5 / 4))
 
 
 def test_unequal_groups_are_estimated_without_bias() -> None:
@@ -243,14 +241,13 @@ def test_unequal_groups_are_estimated_without_bias() -> None:
 
 def test_a_negative_share_is_none() -> None:
     split = split_variance([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    assert (split.between, split.share_between, split.design_effect) == (0, 0, 1)
+    assert (split.between, split.share_between) == (0, 0)
     assert split.advice == "more rollouts"
 
 
 def test_prompts_that_decide_alone_call_for_more_prompts() -> None:
     split = split_variance([[1.0] * 4, [0.0] * 4, [1.0] * 4])
-    assert (split.within, split.share_between, split.design_effect) == pytest.approx((0, 1, 4))
-    assert split.stderr_with_twice_the_rollouts == 1
+    assert (split.within, split.share_between) == pytest.approx((0, 1))
     assert split.advice == "more prompts"
 
 
@@ -261,7 +258,6 @@ def test_what_cannot_be_told_is_nan() -> None:
         assert split.advice == ""
     same = split_variance([[1.0, 1.0], [1.0, 1.0]])
     assert math.isnan(same.share_between)
-    assert math.isnan(same.stderr_with_twice_the_rollouts)
     assert same.advice == ""
 
 

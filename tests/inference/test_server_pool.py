@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,12 +169,12 @@ def test_a_list_of_urls_is_enough_where_nobody_pushes_weights(generate: Callable
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_takes_no_rollout_with_it(
-    tmp_path: Path, generate: Callable[..., AsyncBatchGenerator]
-) -> None:
-    processes = [_process(tmp_path / f"port-{number}") for number in range(2)]
+def test_a_process_that_is_killed_takes_no_rollout_with_it(generate: Callable[..., AsyncBatchGenerator]) -> None:
+    command = [sys.executable, "-m", "verifiers.testing", "--port", "0", "--answer", "4"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
-        urls = [f"http://127.0.0.1:{_port(tmp_path / f'port-{number}')}/v1" for number in range(2)]
+        lines = [process.stdout.readline() for process in processes if process.stdout is not None]
+        urls = [line.split()[3].rstrip(":") for line in lines]
         pool = ServerPool(urls)
         generator = generate(pool)
         push(pool, 0)
@@ -196,18 +194,4 @@ def test_a_process_that_is_killed_takes_no_rollout_with_it(
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-
-
-def _process(port_file: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "verifiers.testing", "--port", "0", "--answer", "4"]
-    return subprocess.Popen([*command, "--port-file", str(port_file), "--parent-pid", str(os.getpid())])
-
-
-def _port(path: Path) -> int:
-    waited = threading.Event()
-    for _ in range(1000):
-        if path.exists():
-            return int(path.read_text())
-        waited.wait(0.01)
-    raise AssertionError("the server did not start")
+            process.communicate()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from verifiers.parsers import MaybeThinkParser, Parser, ThinkParser
-from verifiers.parsers.parser import extract_boxed_answer, extract_hash_answer
+from verifiers.parsers.parser import extract_boxed_answer
 
 CONVERSATION = [
     {"role": "system", "content": "be brief"},
@@ -92,28 +92,6 @@ def test_the_think_format_reward_is_a_mean_over_assistant_messages() -> None:
     assert reward([good, {"role": "user", "content": "more"}, bad, good]) == 2 / 3
     assert reward([{"role": "user", "content": "x"}]) == 0.0
     assert reward([good], answer="b", state={}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so \\boxed{4}", "4"),
-        ("\\boxed{3} no, \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed{4} and \\boxed{5", "4"),
-        ("\\boxed 4.", "4"),
-        ("\\fbox{4}", "4"),
-        ("no box", ""),
-        ("\\boxed{5", ""),
-    ],
-)
-def test_the_last_whole_box_is_the_answer(text: str, answer: str) -> None:
-    assert extract_boxed_answer(text, strict=True) == answer
-    assert extract_boxed_answer(text) == (answer or text)
-
-
-def test_the_line_after_the_last_mark_is_the_answer() -> None:
-    assert extract_hash_answer("#### 3\nno\n#### 4\nthat is it") == "4"
-    assert extract_hash_answer("nothing") == "nothing"
 
 
 @pytest.mark.parametrize("parser", [Parser(), ThinkParser(), MaybeThinkParser()], ids=lambda one: type(one).__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifiers.envs.environment import Environment
-from verifiers.envs.multiturn_env import MultiTurnEnv
-from verifiers.errors import ConfigError, DeadlineError, NothingScoredError
+from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.rollouts.block import BatchRequest, GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import STRAGGLER, Group, RolloutRequest, ScoredBlock
+from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.rubrics.rubric import Rubric
-from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey, State
 
 PROMPT = [{"role": "user", "content": "go"}]
@@ -106,100 +103,6 @@ def test_a_failed_rollout_is_run_again_and_its_attempts_are_counted() -> None:
 def test_fewer_than_no_retries_are_refused() -> None:
     with pytest.raises(ConfigError, match="rollout_retries is -1"):
         GroupPolicy(retries=-1)
-
-
-# -- stragglers ---------------------------------------------------------------------------------------------------
-
-
-def test_stragglers_are_given_up_when_the_block_is_wanted_and_their_group_is_scored_without_them() -> None:
-    async def forever() -> float:
-        await asyncio.get_running_loop().create_future()
-        return 0.0
-
-    def play(key: Any, attempt: int) -> Any:
-        return forever() if key[2] == 0 else float(key[2])
-
-    with generator(Scripted(play), drop_stragglers_after_s=0.05) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0, [3, 5], 3)))
-        block = blocks.get_batch(0)
-    assert [rollout.outcome for rollout in block.rollouts[:3]] == [
-        Outcome.CANCELLED,
-        Outcome.COMPLETED,
-        Outcome.COMPLETED,
-    ]
-    assert block.rollouts[0].failure is not None
-    assert block.rollouts[0].failure.kind == STRAGGLER
-    assert [rollout.reward for rollout in block.rollouts] == [None, 1.0, 2.0, None, 1.0, 2.0]
-    assert sum(block.outcomes().values()) == 6
-
-
-def test_of_a_straggler_the_turns_that_had_ended_are_counted() -> None:
-    class Dialogue(MultiTurnEnv):
-        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            return [{"role": "user", "content": "go on"}], state
-
-    def answer(body: dict[str, Any]) -> Any:
-        hangs = body["messages"][0]["content"] == "slow" and len(body["messages"]) > 1
-        return Fault.hang() if hangs else "four"
-
-    env = Dialogue(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=Rubric([lambda **_: 1.0]), max_turns=2)
-    slow = [{"role": "user", "content": "slow"}]
-    planned = [RolloutRequest(RolloutKey(0, 1, g), slow if g == 0 else PROMPT, seed=g + 1) for g in range(3)]
-    options = {"drop_stragglers_after_s": 0.1, "generation": "messages", "generation_timeout_s": 10.0}
-    with FakeOpenAIServer(answer) as fake, AsyncBatchGenerator(env, fake.url, "fake", **options) as blocks:
-        blocks.submit_batch(BatchRequest(0, planned))
-        straggler, other, _ = blocks.get_batch(0).rollouts
-    assert straggler.failure is not None
-    assert straggler.failure.kind == STRAGGLER
-    assert (straggler.turns, other.turns) == (1, 2)
-    (row,) = straggler.rows
-    assert row.sampled_tokens == straggler.usage.completion_tokens > 0
-    assert straggler.reward is None
-
-
-def test_no_replacement_is_begun_once_stragglers_are_given_up() -> None:
-    async def forever() -> float:
-        await asyncio.get_running_loop().create_future()
-        return 0.0
-
-    def play(key: Any, attempt: int) -> Any:
-        if key[1] == 1:
-            return 1.0 if key[2] < 2 else forever()
-        return float(key[2])
-
-    env = Scripted(play)
-    options = {"drop_stragglers_after_s": 0.05, "group_policy": GroupPolicy(is_zero_variance=has_zero_variance)}
-    with generator(env, **options) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0, [1, 2], 4), replacements=requests(0, [20, 21], 4)))
-        block = blocks.get_batch(0)
-    assert {key[1] for key in env.begun} == {1, 2}
-    assert [group.example_id for group in block.groups] == [2]
-    assert [group.example_id for group in block.filtered] == [1]
-    assert sum(block.outcomes().values()) == 8
-
-
-def test_nothing_is_given_up_before_half_of_the_block_has_ended() -> None:
-    ended, let_go = threading.Event(), threading.Event()
-
-    async def held(key: Any) -> float:
-        await asyncio.to_thread(let_go.wait, 10)
-        return float(key[2])
-
-    def play(key: Any, attempt: int) -> Any:
-        if key[1:] == (3, 0):
-            ended.set()
-            return 0.0
-        return held(key)
-
-    with generator(Scripted(play), drop_stragglers_after_s=0.02) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0, [3], 4)))
-        ended.wait(5)
-        with pytest.raises(DeadlineError):
-            blocks.get_batch(0, timeout_s=0.2)
-        let_go.set()
-        block = blocks.get_batch(0)
-    # the second to end makes half of them: what still ran then was given up
-    assert sum(rollout.is_scored for rollout in block) >= 2
 
 
 # -- blocks in flight together --------------------------------------------------------------------------------------

@@ -119,39 +119,37 @@ async def test_a_failing_provider_is_a_provider_error_without_a_reward(fault: Fa
     assert rollout.failure.exception is not None
 
 
-async def test_an_environment_that_swallows_a_provider_error_does_not_turn_it_into_a_reward() -> None:
-    async def swallows(client: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            await Asks().ask(client, "policy", [])
-        except Exception:
-            return [{"role": "assistant", "content": "4"}], State()
-
-    rollout = await run_one(env_that(swallows), FakeClient(faults=Fault(500)))
-    assert (rollout.outcome, rollout.reward) == (Outcome.PROVIDER_ERROR, None)
+def _swallows(error: ProviderError) -> Any:
+    return [{"role": "assistant", "content": "4"}], State()
 
 
-async def test_an_environment_that_wraps_a_provider_error_is_not_blamed_for_it() -> None:
-    async def wraps(client: Any, *args: Any, **kwargs: Any) -> Any:
+def _wraps(error: ProviderError) -> Any:
+    raise ValueError("my own words") from error
+
+
+def _is_its_own_cause(error: ProviderError) -> Any:
+    own = ValueError("round and round")
+    raise own from own
+
+
+@pytest.mark.parametrize(
+    ("does", "outcome"),
+    [
+        (_swallows, Outcome.PROVIDER_ERROR),
+        (_wraps, Outcome.PROVIDER_ERROR),
+        (_is_its_own_cause, Outcome.ENVIRONMENT_ERROR),
+    ],
+)
+async def test_whatever_an_environment_makes_of_a_provider_error_it_is_no_reward(does: Any, outcome: Outcome) -> None:
+    async def rollout(client: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             await Asks().ask(client, "policy", [])
         except ProviderError as error:
-            raise ValueError("my own words") from error
-
-    rollout = await run_one(env_that(wraps), FakeClient(faults=Fault(500)))
-    assert rollout.outcome is Outcome.PROVIDER_ERROR
-
-
-async def test_an_error_that_is_its_own_cause_ends_the_search_for_a_provider() -> None:
-    async def loops(client: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            await Asks().ask(client, "policy", [])
-        except ProviderError:
-            error = ValueError("round and round")
-            raise error from error
+            return does(error)
 
     async with asyncio.timeout(5):
-        rollout = await run_one(env_that(loops), FakeClient(faults=Fault(500)))
-    assert rollout.failure is not None
+        found = await run_one(env_that(rollout), FakeClient(faults=Fault(500)))
+    assert (found.outcome, found.reward) == (outcome, None)
 
 
 async def _raises(*args: Any, **kwargs: Any) -> Any:

@@ -2,21 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from verifiers.errors import ConfigError, DeadlineError
-from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
+from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.testing.script import END_ID
 
 USER = [{"role": "user", "content": "2+2?"}]
@@ -166,53 +162,5 @@ def test_a_taken_port_is_an_error_at_the_start() -> None:
 def test_scripts_that_cannot_work_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="empty"):
         FakeOpenAIServer([])
-    with pytest.raises(ConfigError, match="instant"):
-        FakeOpenAIServer(["a", "b"], instant=True)
     with pytest.raises(ConfigError, match="Fault or None"):
         FakeOpenAIServer(faults=[500])  # type: ignore[list-item]
-
-
-async def test_an_instant_server_answers_the_sdk_with_token_ids() -> None:
-    async with FakeOpenAIServer("42", instant=True) as server, sdk(server) as client:
-        chat = await client.chat.completions.create(model="m", messages=USER, **TOKENS)
-        text = await client.completions.create(model="m", prompt="x")
-        models = [model.id async for model in client.models.list()]
-    assert (chat.choices[0].message.content, text.choices[0].text, models) == ("42", "42", ["fake"])
-    assert decode_ids((chat.choices[0].model_extra or {})["token_ids"]) == "42\x03"
-    assert server.request_count == 2
-
-
-def test_the_command_serves_until_its_parent_is_gone(tmp_path: Path) -> None:
-    port_file = tmp_path / "port"
-    # The parent starts the server, waits for its port and exits; the server must follow.
-    parent = (
-        "import os, subprocess, sys, time\n"
-        "command = [sys.executable, '-W', 'error', '-m', 'verifiers.testing', '--port', '0', '--instant',\n"
-        "    '--answer', '42', '--port-file', sys.argv[1], '--parent-pid', str(os.getpid())]\n"
-        "child = subprocess.Popen(command)\n"
-        "while not os.path.exists(sys.argv[1]) and child.poll() is None: time.sleep(0.02)\n"
-        "print(child.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", parent, str(port_file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        url = f"http://127.0.0.1:{int(port_file.read_text())}/v1/chat/completions"
-        status, answer = post(url, {"messages": USER})
-        assert (status, answer["choices"][0]["message"]["content"]) == (200, "42")
-        process.communicate("")
-    deadline = time.monotonic() + 10
-    while _answers(url):
-        assert time.monotonic() < deadline, f"process {pid} outlived its parent"
-        time.sleep(0.05)
-
-
-def _answers(url: str) -> bool:
-    try:
-        post(url, {})
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-    return True

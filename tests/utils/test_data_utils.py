@@ -28,6 +28,9 @@ from verifiers.utils.data_utils import (
         (r"\boxed{}", ""),
         ("42", "42"),
         (r"\boxed{42", r"\boxed{42"),
+        (r"\boxed{4} and \boxed{5", "4"),
+        (r"\boxed 4.", "4"),
+        (r"\fbox{4}", "4"),
         ("", ""),
     ],
 )
@@ -37,6 +40,7 @@ def test_the_last_box_is_read_with_its_inner_braces(text: str, answer: str) -> N
 
 def test_the_hash_answer_follows_the_marker_or_is_the_text() -> None:
     assert extract_hash_answer("2 + 2 = 4\n#### 4 ") == "4"
+    assert extract_hash_answer("#### 3\nno\n#### 4\nthat is it") == "4"
     assert extract_hash_answer("4") == "4"
 
 

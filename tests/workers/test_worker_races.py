@@ -82,25 +82,6 @@ async def test_an_overflow_that_the_environment_made_good_is_none(begin_with: An
     assert {one.outcome for one in group.rollouts} == {Outcome.COMPLETED}
 
 
-async def test_a_rollout_that_is_dropped_before_it_has_a_slot_ends(begin_with: Any) -> None:
-    begun = asyncio.Event()
-
-    async def wait(state: vf.State) -> None:
-        begun.set()
-        await asyncio.sleep(3600)
-
-    begin_with(wait)
-    played, workers = world.workers_of(world.Scripted)
-    runner = world.runner_of(played, slots=1)
-    async with asyncio.timeout(20):
-        playing = asyncio.create_task(runner.play(world.requests_of(played, [0])[0]))
-        await begun.wait()
-        runner.deadlines.drop()
-        rollouts = await playing
-    assert all(one.outcome.is_failure for one in rollouts)
-    assert [link.failure for link in workers.pool()._links] == [None, None]
-
-
 async def both_ready(workers: Any) -> list[WorkerLink]:
     links = workers.pool()._links
     async with asyncio.timeout(20):

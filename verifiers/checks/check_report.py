@@ -20,9 +20,7 @@ class CheckFinding:
     Attributes:
         kind: its name, such as "gold-not-rewarded"; docs/guides/check.md has them all.
         severity: "error" for what trains or evaluates on nonsense, "warning" for what probably does, else "note".
-        where: the rows, or the reward function, that it is about.
         text: what is so, with values.
-        mend: how to mend it.
     """
 
     kind: str

@@ -21,11 +21,7 @@ _STEP = 64
 
 
 async def check_policy(env: Any, run: Run, groups: Sequence[Any]) -> tuple[list[CheckFinding], dict[str, Any]]:
-    """Play groups of a prompt's rollouts with a model, and look at what they earn.
-
-    Args:
-        groups: requests of several rollouts of each prompt.
-    """
+    """Play groups of a prompt's rollouts with a model, and look at what they earn."""
     played = await run.run_groups(groups)
     rollouts = [rollout for group in played for rollout in group.rollouts]
     ended = [rollout for rollout in rollouts if rollout.failure is None]

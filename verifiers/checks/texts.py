@@ -54,8 +54,6 @@ def probes_of(
     """Return probes for a row, by name.
 
     Args:
-        write: as of `writer_of`.
-        answers: the different answers of all rows.
         judged: a judge grades, so that one may be talked to.
     """
     probes = {"empty": "", "whitespace": " \n ", "repeated-prompt": question_text(prompt)}

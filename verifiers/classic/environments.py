@@ -48,9 +48,6 @@ from verifiers.types import (
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["ClassicCalls", "adapt", "classic_call", "set_on"]
-
-
 # -- methods of the present interface, called as in 0.1.x ---------------------------------------------------------
 
 

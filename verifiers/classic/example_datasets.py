@@ -12,8 +12,6 @@ from verifiers.parsers.parser import extract_boxed_answer, extract_hash_answer
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["load_example_dataset"]
-
 Row = Mapping[str, Any]
 
 

@@ -12,8 +12,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["CLASSIC_NAMES", "classic_name", "classic_spec"]
-
 
 def _moved(module: str, home: str, names: str) -> dict[str, str]:
     return {f"{module}:{name}": f"{home}:{name}" for name in names.split()}

@@ -25,12 +25,6 @@ from verifiers.types import ClientConfig, ModelResponse, Record, RewardFunc, Sta
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = [
-    "ErrorChain", "MultiTurnMonitorRubric", "SandboxMonitorRubric", "ToolDef", "ToolMonitorRubric", "concat_messages",
-    "convert_func_to_tool_def", "ensure_keys", "log_level", "maybe_semaphore", "parse_response_messages",
-    "quiet_verifiers", "setup_client", "tool_defs_of",
-]  # fmt: skip
-
 Response = ModelResponse
 """The late second generation's name of a model's answer."""
 

@@ -18,8 +18,6 @@ from verifiers.types import GenerateOutputs, Outcome, Record, SamplingArgs
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["complete_or_awaitable", "generate_outputs", "raise_failure", "to_dataset"]
-
 Column = Sequence[float | None]
 Work = Callable[[], Coroutine[Any, Any, GenerateOutputs]]
 

@@ -39,10 +39,6 @@ from verifiers.rubrics.scoring import (
 )
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutScores, State
 
-__all__ = [
-    "adapt", "bounded_scores", "call_reward_func", "score_rollout", "score_rollouts", "scores_by_columns", "set_on",
-]  # fmt: skip
-
 COLUMNS = ("prompt", "completion", "answer", "task", "info")
 
 

@@ -20,11 +20,6 @@ from verifiers.parsers.messages import sanitize_tool_calls
 from verifiers.rollouts.rollout import Turn
 from verifiers.types import MessageRecord, MessageType, ModelResponse, State, message_field
 
-__all__ = [
-    "chat_logprobs", "chat_tokens", "completion_logprobs", "completion_tokens", "cut", "parse_response_tokens",
-    "process_chat", "process_completion", "step_tokens",
-]  # fmt: skip
-
 _TOKEN_ID = re.compile(r"(?:token_)?id:(\d+)")
 
 TokenLists = tuple[list[int], list[int], list[int], list[int], list[float]]

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from verifiers.monitoring.number_text import bar, rounded
+from verifiers.monitoring.number_text import bar, format_seconds, rounded
 from verifiers.testing.fake_model import FAKE_URL
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def progress_text(
     mean = f"{results.mean_reward:.3f}" if results.scored else "-"
     rate = run.tokens / elapsed_s if elapsed_s > 0 else 0.0
     # what an earlier process finished says nothing about today's speed
-    eta = _duration((run.planned - done) * elapsed_s / run.ran) if run.ran else "?"
+    eta = format_seconds((run.planned - done) * elapsed_s / run.ran) if run.ran else "?"
     parts = [
         *([bar(done / run.planned, _BAR_CHARACTERS)] if with_bar else []),
         run.metadata["env"],
@@ -82,15 +82,7 @@ async def _in_lines(text: Callable[[bool], str], stream: TextIO) -> None:
     began = time.monotonic()
     while True:
         await asyncio.sleep(_PLAIN_EVERY_S)
-        print(f"[{_duration(time.monotonic() - began)}] {text(False)}", file=stream, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+        print(f"[{format_seconds(time.monotonic() - began)}] {text(False)}", file=stream, flush=True)
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:

@@ -59,10 +59,6 @@ class ExternalRun:
         train: further names by which programs may call the model; "*" for every name.
         drain_s: seconds that open sessions get to end once the run is to end.
         **settings: further fields of `Run`.
-
-    Attributes:
-        results: numbers of all sessions that ended.
-        requested: the run is to end.
     """
 
     def __init__(

@@ -76,9 +76,6 @@ def rendered(run_file: str, kind: str) -> str:
     """Return what a run file becomes: "slurm" a script, "k8s" manifests.
 
     The nodes find the file under the same path from the working directory.
-
-    Raises:
-        ConfigError: the file says something that cannot be launched on several nodes.
     """
     from verifiers.train.run_file import load_run_file
 

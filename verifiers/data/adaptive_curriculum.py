@@ -72,11 +72,7 @@ class CurriculumPolicy(Protocol):
 
 
 class AdaptiveRows:
-    """The row source of a curriculum policy: example ids by dataset, drawn `lag` blocks ahead of what is trained.
-
-    Raises:
-        ConfigError: the policy names a dataset that is not there.
-    """
+    """The row source of a curriculum policy: example ids by dataset, drawn `lag` blocks ahead of what is trained."""
 
     def __init__(self, policy: CurriculumPolicy, datasets: Mapping[str, Sequence[int]], *, lag: int) -> None:
         self.policy = policy

@@ -46,9 +46,6 @@ class BatchPlan:
         shuffle: visit the dataset in a new order each epoch; otherwise in its own order.
         source: chooses the rows in place of that order, such as a curriculum.
         max_tokens_per_micro_batch: padded tokens by which a micro-step is split; None where it is split by rows.
-
-    Raises:
-        ConfigError: sizes that do not divide; the message names both numbers and the nearest that do.
     """
 
     per_device_train_batch_size: int

@@ -51,7 +51,6 @@ class Stage:
     """A part of the run with one mix of datasets.
 
     Attributes:
-        name: for messages and metrics.
         until_step: the optimizer step at which the next stage begins, or with the next block where that step lies
             inside one; None for the end of the run.
         datasets: what prompts are drawn from; in a file, in place of {"id": NAME} a plain NAME will do.
@@ -248,11 +247,7 @@ def staged_curriculum_from(mapping: Any) -> Curriculum:
 
 
 def from_table(kind: type[Kind], mapping: Any, where: str) -> Kind:
-    """Return the dataclass that a table of a file describes.
-
-    Raises:
-        ConfigError: a key that is missing or unknown, or a value that cannot be; the message says where.
-    """
+    """Return the dataclass that a table of a file describes."""
     try:
         return TypeAdapter(kind).validate_python(mapping)
     except ValidationError as error:

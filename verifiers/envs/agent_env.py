@@ -24,8 +24,6 @@ from verifiers.keywords import EnvironmentOptions
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import RolloutInput, State
 
-__all__ = ["AgentEnv", "AgentOptions", "GatewayEnv"]
-
 logger = logging.getLogger("verifiers.envs")
 
 WIND_UP_S = 5.0

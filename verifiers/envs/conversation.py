@@ -23,8 +23,6 @@ from verifiers.types import (
     message_field,
 )
 
-__all__ = ["add_response", "ask_model", "begin_turns", "call_model", "offered_tools", "said_so_far", "tools_of_info"]
-
 
 class OfferedTools(list[Any]):
     """The tools that a state begins with, under both names; another list there is the environment's own."""

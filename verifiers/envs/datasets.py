@@ -16,8 +16,6 @@ from verifiers.types import ChatMessage, Info, Messages, MessageType, drop_none
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["LazyDataset", "count_trained_on", "format_dataset", "format_prompt", "row_fields", "selected"]
-
 _MOST_COMPARED = 50_000
 
 
@@ -42,9 +40,6 @@ def format_dataset(
     Messages in `prompt` are left alone: neither system prompt nor examples are put before them. A text there is a
     question, as in TRL's datasets. In completion mode the question is the prompt itself. A dataset without rows is
     taken, with a warning.
-
-    Raises:
-        ConfigError: neither a prompt nor a question; one that is no text; rows whose values differ in type.
     """
     table = _as_dataset(dataset)
     columns = table.column_names
@@ -108,9 +103,6 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
 
     Absent or None: answer "", task "default", info {}. Info may be JSON text. Arrow tables give every message the
     fields of all others, as None; those are dropped from prompts and from the tools in `info`.
-
-    Raises:
-        ConfigError: a row without prompt, or an info that is not an object.
     """
     prompt = row.get("prompt")
     if prompt is None:

@@ -20,8 +20,6 @@ from verifiers.types import RewardFunc, RolloutScore, State
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["EnvGroup", "EnvGroupRubric", "Route", "alternating", "group_datasets"]
-
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -41,9 +39,6 @@ def group_datasets(
 
     An environment without training rows has none in the first; the second is None where no environment has
     eval rows, and else takes training rows from those that have none.
-
-    Raises:
-        ConfigError: a column that cannot hold what it holds in each of them.
     """
     # a plain row of an environment has its name as task, so that name is never another's
     routes = {name: Route(name, name) for name in env_map}

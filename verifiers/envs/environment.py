@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 else:
     ClassicCalls = object
 
-__all__ = ["Environment", "by_requests", "by_state", "is_state_call", "names_of_classic"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

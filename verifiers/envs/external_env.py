@@ -21,8 +21,6 @@ from verifiers.gateway.session import Session
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import RolloutInput, RolloutScore, State
 
-__all__ = ["ExternalEnv", "PostedReward", "new_session_id"]
-
 LONGEST_WAIT_S = 600.0
 
 

@@ -14,11 +14,6 @@ from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
-__all__ = [
-    "TEARDOWN_WITHIN_S", "cleanup", "marked_methods", "maybe_await", "run_teardown", "stop", "tear_down", "teardown",
-    "teardown_at_exit",
-]  # fmt: skip
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

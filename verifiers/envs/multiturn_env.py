@@ -15,8 +15,6 @@ from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Messages, State, joined
 
-__all__ = ["MultiTurnEnv", "SingleTurnEnv", "change"]
-
 
 def _note_error(state: State, error: Error) -> None:
     if isinstance(error, ConfigError):

@@ -23,8 +23,6 @@ from verifiers.sandbox import open_sandbox, renewed
 from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
 from verifiers.types import Messages, RolloutInput, RolloutScore, State, message_field, message_text
 
-__all__ = ["ProgramEnv"]
-
 Files = Mapping[str, str | bytes | Path]
 
 FAILED = "failed_program"

@@ -25,8 +25,6 @@ from verifiers.installation import EXTRAS, install_hint
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
 
-__all__ = ["installed_environments", "load_environment"]
-
 logger = logging.getLogger("verifiers.envs.registry")
 
 ENTRY_POINT_GROUP = "verifiers.environments"

@@ -24,8 +24,6 @@ from verifiers.sandbox.python_repl import PythonInterpreter
 from verifiers.sandbox.spec import RunResult, Sandbox, SandboxSpec
 from verifiers.types import Messages, Record, State
 
-__all__ = ["PythonEnv", "SandboxClient", "SandboxEnv", "SandboxRequest", "SandboxState"]
-
 _IDLE_COMMAND = "tail -f /dev/null"
 
 
@@ -302,11 +300,7 @@ def _bytes(gigabytes: float | None) -> int | None:
 
 
 def _with_image(spec: SandboxSpec, image: str | None) -> SandboxSpec:
-    """Return the spec with the image, at a level that has images where that makes a difference.
-
-    Raises:
-        ConfigError: there is no such level here.
-    """
+    """Return the spec with the image, at a level that has images where that makes a difference."""
     if image is None:
         return spec
     spec = dataclasses.replace(spec, image=image)

@@ -24,9 +24,6 @@ from verifiers.errors import ConfigError, ToolCallError, ToolError, ToolParseErr
 from verifiers.sandbox.spec import RunResult
 from verifiers.types import ChatMessage, Messages, State
 
-__all__ = ["StatefulToolEnv", "ToolEnv", "result_text", "shortened"]
-
-
 # of the call that runs: `call_tool` is not given it, and overrides may make another message of the answer
 _state_of_call: ContextVar[State | None] = ContextVar("state_of_call", default=None)
 

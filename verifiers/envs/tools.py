@@ -30,12 +30,6 @@ from verifiers.types import ChatMessage, message_field
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = [
-    "NOT_FOR_THE_MODEL", "TOOL_FIELDS", "RequestedCall", "Tool", "as_tool", "convert_func_to_oai_tool",
-    "openai_tools", "parse_arguments", "requested_calls", "strict_schema", "tool_definition", "tool_message",
-    "tool_name",
-]  # fmt: skip
-
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 MAX_TOOL_THREADS = 64
@@ -105,9 +99,6 @@ def as_tool(func: Any, hidden: Collection[str] = ()) -> Tool:
     """Return a function, or a `Tool` as it is, as a `Tool`.
 
     What a partial binds is not shown to the model, nor are the `hidden` parameters, which the environment fills in.
-
-    Raises:
-        ConfigError: no usable name, hidden parameters that do not exist, or types that no JSON can give.
     """
     if isinstance(func, Tool):
         if hidden:
@@ -309,13 +300,7 @@ def _function_tool(func: Callable[..., Any], hidden: Collection[str]) -> Tool:
             "them types that JSON can hold, or hide them by StatefulToolEnv.add_tool(tool, args_to_skip=[...])."
         ) from error
     strict = None if takes_anything else strict_schema(loose)
-    function = {
-        "name": name,
-        "description": description or "",
-        "parameters": loose if strict is None else strict,
-        "strict": strict is not None,
-    }
-    definition = {"type": "function", "function": function}
+    definition = tool_definition(name, description or "", strict or loose, strict=strict is not None)
     hides = frozenset(hidden)
     return Tool(name, definition, func, _Binding(name, hides, parameters, fields, model), hides)
 

@@ -49,11 +49,7 @@ class ComparedRun:
 
 
 def read_compared_run(directory: str | Path) -> ComparedRun:
-    """Read a run directory row by row.
-
-    Raises:
-        ConfigError: there is no run there, or it is damaged.
-    """
+    """Read a run directory row by row."""
     path = run_at(directory)
     return ComparedRun.of_rows(path, read_metadata(path), iter_rows(path))
 
@@ -91,7 +87,6 @@ class Side:
     """One run's estimate of the compared metric.
 
     Attributes:
-        name: its directory.
         estimate: over the prompts that are compared: those in pairs, or all where there are no pairs.
         only_here: prompts that the other run does not have.
         unscored: prompts of both runs that have no value here, and so are in no pair.
@@ -110,7 +105,6 @@ class Comparison:
 
     Attributes:
         paired: True where the difference is of the same prompts.
-        common: prompts that both runs have.
         difference: B - A with its interval.
         test: the permutation test: signs of the pairs flipped, or prompts permuted where there are no pairs.
         wins, ties, losses: prompts on which B did better, the same, worse; None where there are no pairs.
@@ -168,16 +162,12 @@ def compare_runs(
     and left out, never taken as 0.
 
     Args:
-        a: the run that is compared against.
-        b: the run that may be better.
         metric: "reward", a reward function's name, or "pass@K", "pass^K", "best@K".
         pairing: "same" asks that both runs have the same prompts of the same environment; "common" pairs those that
             both have; "unpaired" compares the means of two different sets of prompts.
         match_by: "id" knows a prompt by its example id alone, for runs that differ in how they ask, such as in
             their system prompt.
-        right_from: reward from which a rollout counts as right.
         confidence: coverage of the intervals; p has to be below 1 - confidence for a verdict.
-        seed: of the permutation test.
 
     Raises:
         ConfigError: the prompts differ and `pairing` is "same", nothing is common, or a run lacks the metric.

@@ -28,7 +28,7 @@ from verifiers.evals.store import METADATA, RESULTS, iter_rows, new_run_director
 from verifiers.evals.summary import rollouts_planned, run_summary
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
-from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
+from verifiers.rollouts.rollout import Rollout, RolloutRequest, most_often
 from verifiers.rollouts.run import Run, relaxed_gc
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import Outcome, RolloutKey
@@ -181,19 +181,6 @@ def _most_unfinished(limiter: Limiter) -> float:
     return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
 
 
-async def run_evaluation(runner: Run, groups: Iterable[Sequence[RolloutRequest]]) -> ScoredBlock:
-    """Run and score all groups under the runner's limiter; raise NothingScoredError where none got a reward."""
-    scored = await runner.run_groups(groups)
-    block = ScoredBlock(EVALUATION_BLOCK, scored)
-    if not any(rollout.is_scored for rollout in block):
-        raise _nothing_scored(len(block.rollouts), block.commonest_failure())
-    return block
-
-
-def _nothing_scored(rollouts: int, commonest: tuple[str, int] | None) -> NothingScoredError:
-    return NothingScoredError(f"none of {rollouts} evaluation rollouts got a reward{most_often(commonest)}")
-
-
 class LoopLag:
     """A measurement, ten times a second, of how late a timer fires.
 
@@ -240,12 +227,10 @@ class EvaluationRun:
     """An evaluation that is new or continued; made by `open_run` or `new_run`.
 
     Attributes:
-        planned: rollouts in all.
         whole_groups: the rubric scores a prompt's rollouts together.
         results: numbers of all rollouts so far, this process's and those before.
         done: for each prompt, the generations that were finished before.
         ran, tokens: rollouts and completion tokens of this process.
-        interruption: ends it before its time.
     """
 
     directory: Path
@@ -271,11 +256,7 @@ class EvaluationRun:
         return self.finished_before >= self.planned
 
     async def run(self, runner: Run, dataset: Any, keep: Callable[[Rollout], None] | None) -> None:
-        """Run what is left. Returns early after an interruption; everything finished is kept in any case.
-
-        Args:
-            keep: stores a finished rollout; None keeps its numbers alone.
-        """
+        """Run what is left. Returns early after an interruption; everything finished is kept in any case."""
 
         def take(rollout: Rollout) -> None:
             if keep is not None:
@@ -300,12 +281,7 @@ class EvaluationRun:
                 yield group
 
     def summary(self, seconds: float, **options: Any) -> dict[str, Any]:
-        """Return the run in numbers; to the seconds of this process those of earlier ones are added.
-
-        Args:
-            seconds: that this process ran rollouts.
-            **options: `right_from` and `prices` of `summarize`.
-        """
+        """Return the run in numbers; to the seconds of this process those of earlier ones are added."""
         before = (self.metadata.get("summary") or {}).get("seconds") or 0.0
         found = run_summary(self.results, self.metadata, before + seconds, **options)
         if self.lag.late_ms:
@@ -321,7 +297,8 @@ class EvaluationRun:
     def require_scores(self) -> None:
         """Raise NothingScoredError, with the commonest cause, where no rollout got a reward."""
         if not self.results.scored:
-            raise _nothing_scored(len(self.results), self.results.commonest_failure())
+            cause = most_often(self.results.commonest_failure())
+            raise NothingScoredError(f"none of {len(self.results)} evaluation rollouts got a reward{cause}")
 
 
 # -- new, or continued ---------------------------------------------------------------------------------------------
@@ -357,15 +334,7 @@ def open_run(
 
     Args:
         plan: metadata of the run, with every entry of `IDENTITY`; `shard`, such as "3/8", for a part of it.
-        rubric: of the environment.
-        root: directory of all evaluations.
         rows: of the plan; with them a run of fewer of these prompts, or of fewer rollouts of each, is continued, too.
-        fresh: never continue a run.
-        redact: takes secrets out of what is written.
-
-    Raises:
-        ConfigError: nothing can be written there, a stored run is damaged, or there is no prompt to run, or fewer
-            than shards.
     """
     planned = _planned(plan)  # refuses before a directory is made
     parent = Path(root) / f"{plan['env']}--{plan['model']}".replace("/", "--")

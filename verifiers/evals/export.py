@@ -46,9 +46,6 @@ def export_run(
 
     `target` is a file, for "hf" a directory, and must not be there yet. `threshold` is for "sft" the reward that the
     best rollout must have at least (default 1), for "preference" the least difference between best and worst.
-
-    Raises:
-        ConfigError: an unknown format, a target that is there, or nothing to write.
     """
     path = Path(target)
     if kind not in FORMATS:

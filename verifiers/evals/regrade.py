@@ -76,9 +76,6 @@ async def regrade(
 
     Rollouts that failed before they were graded stay as they are. `max_concurrent` prompts are graded at once, and
     the rollouts of one have `grading_timeout_s` seconds.
-
-    Raises:
-        ConfigError: the run has no rollouts, or nothing can be written beside it.
     """
     if not run.rows:
         raise ConfigError(f"{str(run.directory)!r} holds no rollouts, so there is nothing to grade.")

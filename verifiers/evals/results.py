@@ -25,12 +25,9 @@ class Counts:
     Attributes:
         prompts: prompts with at least one rollout, scored or not.
         rollouts: rollouts in all; scored + unscored.
-        scored: those with a reward.
-        unscored: those without one, for whatever reason.
         failed: those that ended in a failure; all of them are unscored.
         truncated: those that ran out of tokens; they have a reward like any other.
         missing: planned rollouts of which there is no row; None where the plan is not known.
-        outcomes: rollouts by outcome.
     """
 
     prompts: int
@@ -50,13 +47,7 @@ class RolloutResults:
     of any other rollout enters a mean. Where a rollout was done again, the later row counts, but the tokens, retries,
     failed tool calls and seconds of both add up.
 
-    Args:
-        redact: takes secrets out of the texts of failures.
-
     Attributes:
-        scored: rollouts with a reward.
-        retries: model calls that were repeated.
-        generation_s: wall-clock seconds of all rollouts, added up.
         without_usage: rows of which the tokens are not known.
         tool_call_errors: tool calls that failed, as the policy was told.
         first_tool_call_error: the text of the first of them; None where there is none.

@@ -24,6 +24,7 @@ from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
+from verifiers.rubrics.scoring import is_finite_number
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
 
@@ -108,11 +109,7 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 
 
 def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of results.jsonl in the order in which they were written; none where there is no file.
-
-    Raises:
-        ConfigError: a line before the last is damaged.
-    """
+    """Yield the lines of results.jsonl in the order in which they were written; none where there is no file."""
     for _, row in iter_lines(directory):
         yield row
 
@@ -295,13 +292,7 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 def finite(value: Any) -> float | None:
     """Return a stored number; None for anything else, also for what no float holds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if is_finite_number(value) and not isinstance(value, bool) else None
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -52,21 +52,6 @@ class VarianceSplit:
         return self.between / total if total > 0 else math.nan
 
     @property
-    def design_effect(self) -> float:
-        """Ratio of the mean's variance to that of independent rollouts: 1 + (n - 1) * share."""
-        return 1 + (self.rollouts_per_prompt - 1) * self.share_between
-
-    @property
-    def stderr_with_twice_the_rollouts(self) -> float:
-        """Factor on the standard error that twice the rollouts of each prompt would have: 0.71 to 1.
-
-        Twice the prompts give 0.71 always.
-        """
-        per_prompt = self.within / self.rollouts_per_prompt
-        now = self.between + per_prompt
-        return math.sqrt((self.between + per_prompt / 2) / now) if now > 0 else math.nan
-
-    @property
     def advice(self) -> Advice:
         """Advice on how to narrow the interval; "" where the data cannot tell.
 
@@ -132,9 +117,6 @@ def load_prices(path: str | os.PathLike[str]) -> PriceTable:
         completion = 1.60
 
     Prices are per million tokens.
-
-    Raises:
-        ConfigError: the file cannot be read, or an entry is not a price.
     """
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -207,7 +189,7 @@ class RunSummary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of metadata.json and `--json`; None stands for what cannot be told."""
-        shares = ("between", "within", "share_between", "design_effect", "stderr_with_twice_the_rollouts", "advice")
+        shares = ("between", "within", "share_between", "advice")
         rates = {"pass_at_k": "pass_at", "pass_hat_k": "pass_hat", "best_at_k": "best"}
         tokens = ("prompt_tokens", "completion_tokens", "without_usage", "cost", "currency")
         found: dict[str, Any] = plain(

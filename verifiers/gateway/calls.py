@@ -39,7 +39,6 @@ class RefusedCallError(Exception):
     """A call that is not answered.
 
     Attributes:
-        status: of the HTTP answer.
         code: OpenAI's name for the cause, such as "context_length_exceeded".
     """
 
@@ -56,13 +55,7 @@ class RefusedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """A call, in the terms of chat or text completions, as the agent asked for it.
-
-    Attributes:
-        path: `CHAT` or `COMPLETIONS`.
-        arguments: of `create`, without the model and the sampling.
-        echo: what the wire format repeats in its answer.
-    """
+    """A call, in the terms of chat or text completions, as the agent asked for it."""
 
     path: str
     model: str
@@ -149,9 +142,6 @@ def validated_body(adapter: TypeAdapter[Any], body: Mapping[str, Any], **replace
     """Return a body as the SDK's type of calls that do not stream reads it.
 
     Fields that are checked apart are `replaced` by a value that passes.
-
-    Raises:
-        RefusedCallError: with the first thing that is wrong, and where.
     """
     if not isinstance(body.get("stream"), (bool, type(None))):
         raise RefusedCallError("stream: give true or false.")
@@ -161,11 +151,7 @@ def validated_body(adapter: TypeAdapter[Any], body: Mapping[str, Any], **replace
 
 
 def validated(adapter: TypeAdapter[Any], value: Any, name: str = "") -> Any:
-    """Return a value as the SDK's types read it, lists of it included.
-
-    Raises:
-        RefusedCallError: with the first thing that is wrong, and where.
-    """
+    """Return a value as the SDK's types read it, lists of it included."""
     try:
         return _materialized(adapter.validate_python(value))
     except RecursionError:
@@ -201,9 +187,6 @@ def refuse_unsupported(body: Mapping[str, Any], known: Iterable[str], neutral: M
     """Refuse fields that would change the answer and cannot be honoured.
 
     `neutral` has the values of further fields that ask for what is done anyway.
-
-    Raises:
-        RefusedCallError: with the field and its value.
     """
     for name, value in body.items():
         if value is None or name in known or value in neutral.get(name, ()):

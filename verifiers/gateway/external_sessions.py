@@ -60,9 +60,7 @@ class ExternalSession:
 
     Attributes:
         id: public name; the session's key is the agent's secret.
-        row: prompt, answer, task, info and example_id.
         error: why the agent failed, as far as who started it says so.
-        has_ended: nothing more is posted.
         is_cancelled: `cancel` was called before the end was posted.
         began_at: seconds on the monotonic clock.
         result: set where the finished rollout is recorded: what became of it.
@@ -124,11 +122,7 @@ class EndedSession:
 
 
 def admin_key() -> tuple[str, bool]:
-    """Return the key that opens sessions, and whether it was made here because `KEY_VARIABLE` is not set.
-
-    Raises:
-        ConfigError: the variable's value is too short to be a secret.
-    """
+    """Return the key that opens sessions, and whether it was made here because `KEY_VARIABLE` is not set."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key and len(key) < SHORTEST_KEY:
         raise ConfigError(

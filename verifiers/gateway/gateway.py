@@ -39,9 +39,6 @@ class Gateway:
 
     Args:
         keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
-
-    Attributes:
-        url: without the version; `base_url` has it.
     """
 
     def __init__(
@@ -68,11 +65,7 @@ class Gateway:
         return f"{self.url}/v1"
 
     async def start(self, on_close: Callable[[], object] = bool) -> None:
-        """Listen, on the running event loop, until `close` or the loop's end.
-
-        Raises:
-            ConfigError: the address cannot be had.
-        """
+        """Listen, on the running event loop, until `close` or the loop's end."""
         # the types of the SDKs take about a second to import
         self._formats = await asyncio.to_thread(_wire_formats)
         listener = self._listener
@@ -89,9 +82,6 @@ class Gateway:
         """Return the path of a Unix socket on which the gateway listens too, from the first call on.
 
         A sandbox without network can have it mounted. The session's key is needed there as well.
-
-        Raises:
-            ConfigError: there is no place for it.
         """
         return await self._listener.unix_socket()
 

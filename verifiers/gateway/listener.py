@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
 from verifiers.http_requests import app_runner
+from verifiers.server_process import url_of
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -64,9 +65,6 @@ class Listener:
         Args:
             port: 0 for a free one.
 
-        Returns:
-            The URL, without a path.
-
         Raises:
             ConfigError: the address cannot be had.
         """
@@ -91,11 +89,9 @@ class Listener:
             server = await loop.create_server(self._accept, host, port, backlog=self._backlog)
         except OSError as error:
             await self._runner.cleanup()
-            where = f"{host}:{port}"
-            raise ConfigError(f"the gateway cannot listen on {where}: {error}; give another port.") from error
+            raise ConfigError(f"the gateway cannot listen on {host}:{port}: {error}; give another port.") from error
         self._servers.append(server)
-        host, port = server.sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(server.sockets[0])
 
     async def unix_socket(self) -> str:
         """Return the path of a Unix socket of the same application, made at the first call.

@@ -57,7 +57,6 @@ class Exchange:
         max_tokens: that the call may still sample; 0 where nobody counts.
         body: the answer in the agent's dialect, made once: a repeated call gets the same ids.
         is_delivered: the whole answer, or the refusal, was written to a connection that was open to its end.
-        repeats: calls that were answered by this one.
     """
 
     call: AgentCall

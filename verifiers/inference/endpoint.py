@@ -57,11 +57,7 @@ def is_loopback(url: str) -> bool:
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and NO_PROXY give for a URL; None for loopback.
-
-    Raises:
-        ConfigError: the proxy is not an HTTP proxy.
-    """
+    """Return the proxy that HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and NO_PROXY give for a URL; None for loopback."""
     if is_loopback(url):
         return None
     parts = urllib.parse.urlsplit(url)

@@ -66,7 +66,6 @@ class EndpointEntry:
     """One endpoint of a registry. From a file it holds no secret, so that all of it may be stored with a run.
 
     Attributes:
-        name: what `-m` calls it.
         key_var: environment variable that holds the API key.
         headers: further HTTP headers, none of them secret.
         header_vars: further HTTP headers whose values are secret: header name to environment variable.
@@ -107,11 +106,7 @@ def load_endpoints(path: str | Path) -> dict[str, EndpointEntry]:
 
 
 def find_endpoint(name: str, path: str | Path) -> EndpointEntry:
-    """Return the entry of that name in the registry at `path`.
-
-    Raises:
-        ConfigError: there is none; the message lists those that there are.
-    """
+    """Return the entry of that name in the registry at `path`."""
     entries = load_endpoints(path)
     if name not in entries:
         raise ConfigError(f"{str(path)!r} has no endpoint {name!r}; it has {', '.join(sorted(entries)) or 'none'}.")
@@ -147,9 +142,6 @@ def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None
     """Return the backend for an entry, with keys taken from the environment; "EMPTY" where there is no key.
 
     `attempt_timeout_s` wins over the entry's; it is 600 s where neither is given.
-
-    Raises:
-        ConfigError: a variable named in `header_vars` is not set.
     """
     headers = dict(entry.headers)
     for header, variable in entry.header_vars.items():

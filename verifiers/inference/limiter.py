@@ -228,11 +228,6 @@ class AdaptiveLimiter(Limiter):
     It grows when as many calls as the limit were answered in a row without a 429, with at least 80 % of it used: by
     doubling, and above the size it was last cut to by 5 %. A 429 cuts it to 0.8 of itself, and then it stays for
     15 s, or for the Retry-After where the server sends one: what was sent before the cut is refused together.
-
-    Args:
-        start: rollouts in flight at first.
-        maximum: it never grows beyond this.
-        clock: seconds that only ever grow; for tests.
     """
 
     max_concurrent: int
@@ -294,7 +289,6 @@ def limiter_for(
         base_urls: the endpoint's addresses; all of them on this machine make it a local one.
         max_concurrent: the user's choice; wins over everything. None leaves it to the kind of endpoint.
         maximum: of a local endpoint, the limit (default 256); of a remote one, where growth ends (default 1,024).
-        requests_per_second: as of `Limiter`.
     """
     if max_concurrent is not None:
         return Limiter(max_concurrent, requests_per_second)

@@ -135,7 +135,6 @@ async def retry(
     """Await `attempt()` until it succeeds, fails for good, or tries or time are used up.
 
     Args:
-        attempt: makes one try.
         policy: number of tries, and waits.
         on_retry: called with each failure that is followed by another try.
         limiter: learns of every answer and of every 429.

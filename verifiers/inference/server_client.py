@@ -38,11 +38,7 @@ class NoAnswerError(WeightSyncError, ConnectionError):
 
 
 class RefusedError(WeightSyncError):
-    """The server answered with an error.
-
-    Attributes:
-        status: the HTTP status.
-    """
+    """The server answered with an error."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -63,7 +59,6 @@ class ServerClient:
     Args:
         base_url: of the OpenAI surface, with or without "/v1".
         api_key: bearer token of that surface.
-        timeout_s: deadline of one request, in seconds.
     """
 
     def __init__(self, base_url: str, api_key: str = "EMPTY", timeout_s: float = 60.0) -> None:

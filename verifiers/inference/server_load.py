@@ -21,9 +21,6 @@ class ServerLoad:
     """Sums over readings of servers' /metrics.
 
     Attributes:
-        readings: how many were taken.
-        running: requests that the server computed.
-        waiting: requests that it had taken and not begun.
         cache_use: share of its cache (vLLM) or its slots (embedded server) in use; the fullest engine's.
         busy: readings with any request.
         full: of these, readings with one that waited.

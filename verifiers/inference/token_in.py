@@ -70,7 +70,6 @@ class TokenIn:
     Belongs to the event loop it is first used in.
 
     Args:
-        mode: "auto" or "tokens".
         retry: for the calls that ask the server what it can do.
     """
 
@@ -202,11 +201,7 @@ class TurnRenderer:
         self._checking = asyncio.Lock()
 
     async def check(self) -> None:
-        """Check that turns can be rendered by themselves; with tools that is checked when they are first met.
-
-        Raises:
-            CannotRenderTurnError: they cannot.
-        """
+        """Check that turns can be rendered by themselves; with tools that is checked when they are first met."""
         await self._end_of_turn({})
 
     async def extend(
@@ -222,9 +217,6 @@ class TurnRenderer:
         Args:
             held: everything that the policy saw and sampled; it ends with the ids of `answer`.
             answer: the message that was read from these.
-            new: messages since.
-            tools: that the conversation was begun with.
-            options: arguments of the template.
 
         Raises:
             CannotRenderTurnError: the template does not let these messages be rendered by themselves.
@@ -364,10 +356,7 @@ class ChatCall:
     Attributes:
         keys: each message as a value that cannot change, for comparison; without its reasoning, which environments
             leave out when they repeat what the policy said.
-        sampling: vLLM's sampling parameters.
-        template_options: arguments of the chat template.
         chat_options: what reading the answer depends on.
-        request_options: further fields of the request.
         context: what must be equal for one call to continue another.
     """
 
@@ -515,12 +504,7 @@ class TokenTurns:
 
 
 async def completion_by_ids(call: ChatCall, ids: list[int], answer: Mapping[str, Any], send: Send) -> WireObject:
-    """Return what was generated behind a prompt's ids as the chat completion that the call asked for.
-
-    Args:
-        answer: of /inference/v1/generate.
-        send: makes a call to the server, with retries.
-    """
+    """Return what was generated behind a prompt's ids as the chat completion that the call asked for."""
     choice = answer["choices"][0]
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     sampled = choice.get("token_ids") or ()
@@ -550,9 +534,6 @@ def token_in_for(
     """Return the sender of turns as token ids for a run's rollouts; None for messages.
 
     "auto" is messages where no token ids are asked for, as the first turn then gives none.
-
-    Raises:
-        ConfigError: no such way.
     """
     if generation not in ("auto", "messages", "tokens"):
         raise ConfigError(f"generation is {generation!r}; choose 'auto', 'messages' or 'tokens'.")

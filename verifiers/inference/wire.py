@@ -96,9 +96,6 @@ def refuse_biased_call(trained_at: float, assumed: Sequence[Mapping[str, Any]], 
         trained_at: the temperature at which the trainer scores.
         assumed: the fields of the sampling arguments that rollouts are given, one for each environment of a group.
         sent: the fields of the call's body. Without a temperature they stand for 1.0.
-
-    Raises:
-        ConfigError: with the argument, and how to make a call that is not trained.
     """
     untrained = "or ask client.untrained, whose calls are not trained."
     passed_on = f"pass on the sampling_args that rollout was given, {untrained}"

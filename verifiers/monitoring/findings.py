@@ -161,8 +161,8 @@ def _waiting(
         )
     elif is_straggling:
         advice = (
-            f"{more_ahead}, which keeps the server busy behind stragglers; or "
-            "drop_stragglers_after and a shorter max_completion_length, which end them"
+            f"{more_ahead}, which keeps the server busy behind stragglers; or a shorter rollout_timeout or "
+            "max_completion_length, which end them"
         )
     elif is_full:
         advice = _OTHER_SERVERS

@@ -73,7 +73,6 @@ class History:
 
     Attributes:
         columns: every metric's values at `steps`; NaN where it has none.
-        evaluations: by the metric's name, e.g. "eval_reward".
         details: other means of evaluations: of "at_k", "function" and "task", by what a curve of them is called.
         last_at: when the last line was written, in seconds since 1970; 0.0 for none.
     """

@@ -1,4 +1,4 @@
-"""Numbers as text: rounded to the digits that mean something, as a bar, or as a sparkline of many."""
+"""Numbers as text: rounded to the digits that mean something, as a time, as a bar, or as a sparkline of many."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def rounded(value: float | None, stderr: float | None, sign: str = "") -> str:
     known = stderr is not None and math.isfinite(stderr) and stderr > 0
     decimals = min(_MOST_DECIMALS, max(0, 1 - math.floor(math.log10(stderr)))) if known and stderr else 3
     return f"{value:{sign}.{decimals}f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds as m:ss or h:mm:ss; "?" stands for what is not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def bar(share: float, width: int) -> str:

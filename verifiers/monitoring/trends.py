@@ -38,11 +38,7 @@ class _Change:
 
 
 def find_trends(history: History, samples: Iterable[Mapping[str, Any]] = ()) -> list[Finding]:
-    """Return what speaks against a reward that rises; nothing where it does not, or after too few logs.
-
-    Args:
-        samples: lines of samples.jsonl, in order.
-    """
+    """Return what speaks against a reward that rises; nothing where it does not, or after too few logs."""
     reward = _change(history.values("reward"))
     if reward is None or not reward.rises:
         return []

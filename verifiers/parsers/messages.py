@@ -8,16 +8,6 @@ from typing import Any
 
 from verifiers.types import ChatMessage, Messages, drop_none, message_field
 
-__all__ = [
-    "cleanup_message",
-    "cleanup_messages",
-    "message_to_printable",
-    "messages_to_printable",
-    "plain",
-    "print_prompt_completions_sample",
-    "sanitize_tool_calls",
-]
-
 
 def messages_to_printable(messages: Messages) -> Messages:
     """Return messages whose content is text alone: images and audio become "[image]" and "[audio]".

@@ -10,16 +10,6 @@ from typing import Any
 from verifiers.keywords import set_extra_keywords
 from verifiers.types import Messages, message_field, message_text
 
-__all__ = [
-    "BOXED_SYSTEM_PROMPT",
-    "THINK_BOXED_SYSTEM_PROMPT",
-    "MaybeThinkParser",
-    "Parser",
-    "ThinkParser",
-    "extract_boxed_answer",
-    "extract_hash_answer",
-]
-
 
 def _unchanged(text: str) -> str:
     return text

@@ -11,8 +11,6 @@ from verifiers.errors import ConfigError
 from verifiers.parsers.parser import Parser, _unchanged, without_thoughts
 from verifiers.types import Messages, message_text
 
-__all__ = ["XMLParser"]
-
 
 class XMLParser(Parser):
     """A parser and writer of texts such as `<reasoning> ... </reasoning><answer> ... </answer>`.

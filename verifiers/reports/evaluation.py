@@ -142,10 +142,8 @@ class Entry:
 
     Attributes:
         run: 0, or 1 for the second of two runs.
-        reward: None where it was not scored.
         metrics: each reward function's value, where it is a finite number.
         seconds: of generation; None where the row does not say.
-        words: its last words, on one line.
         prompt: the end of its prompt, on one line.
         offset: of its row in results.jsonl, in bytes.
         asked: a hash of its prompt, answer and task.

@@ -360,7 +360,6 @@ def _data(run: Mapping[str, Any], history: History) -> list[_Chart]:
         _chart(history, "Failed rollouts", failed, "a block, by outcome", missing=0.0, stacked=True),
         _chart(history, "Not trained on", dropped, "a block, by reason", missing=0.0, stacked=True),
         _chart(history, "Length of dropped rows", dropped_lengths, "mean tokens"),
-        _chart(history, "Dropped stragglers", {"had run": "time/straggler_mean_s"}, "seconds"),
         _chart(history, "Curriculum", curriculum, stages[:120], staircase=True),
     ]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from verifiers.errors import ConfigError, NothingScoredError, RolloutWorkerError
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock, most_often, requests_by_prompt
-from verifiers.rollouts.run import Deadlines, Run, relaxed_gc
-from verifiers.types import Outcome, RolloutKey, State
+from verifiers.rollouts.run import Run, relaxed_gc
+from verifiers.types import Outcome, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class BlockRun:
     ) -> None:
         self.block_id = batch.batch_id
         self.begun = asyncio.Event()
-        self._run = dataclasses.replace(run, on_end=self._note_end, deadlines=Deadlines())
+        self._run = dataclasses.replace(run, on_end=_pack_rows)
         self._policy = policy or GroupPolicy()
         planned = requests_by_prompt(batch.requests)
         self._candidates = [*planned, *requests_by_prompt(batch.replacements)]
@@ -105,9 +105,6 @@ class BlockRun:
         self._replacements_begun = 0
         self._groups: dict[int, Group] = {}
         self._zero_variance: set[int] = set()
-        self._size = len(batch.requests)
-        self._ended: set[RolloutKey] = set()
-        self._dropping = False
         self._on_groups = on_groups
 
     async def run(self, policy_version: int) -> ScoredBlock:
@@ -140,11 +137,6 @@ class BlockRun:
             raise NothingScoredError(_nothing_scored(block), block=block)
         return block
 
-    def drop_stragglers(self) -> None:
-        """Give up what is still running, as soon as half of the block's rollouts have ended."""
-        self._dropping = True
-        self._drop()
-
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
         group = self._run.finish_group(await self._rollouts(self._candidates[place]))
         for rollout in group.rollouts:
@@ -156,8 +148,7 @@ class BlockRun:
             # one replacement for each such group: what is begun is then the shortest list with enough groups in it,
             # whatever the order in which they end
             next_place = self._planned + self._replacements_begun
-            # where stragglers are given up the block is wanted now: a replacement would be dropped as it begins
-            if next_place < len(self._candidates) and not self._dropping:
+            if next_place < len(self._candidates):
                 self._replacements_begun += 1
                 tasks.create_task(self._group(next_place, tasks))
         if self._on_groups is not None:
@@ -187,7 +178,7 @@ class BlockRun:
         rollouts = await self._run.play(requests)
         lost: Counter[int] = Counter()
         for again in itertools.count(1):
-            is_last = again > self._policy.retries or self._dropping
+            is_last = again > self._policy.retries
             failed = _failed(rollouts)
             if is_last or not failed:
                 await self._run.score(rollouts)
@@ -210,16 +201,10 @@ class BlockRun:
                 rollouts[index] = rollout
         return rollouts
 
-    def _note_end(self, rollout: Rollout) -> None:
-        self._ended.add(rollout.key)
-        for row in rollout.rows:
-            row.pack()
-        if self._dropping:
-            self._drop()
 
-    def _drop(self) -> None:
-        if 2 * len(self._ended) >= self._size:
-            self._run.deadlines.drop()
+def _pack_rows(rollout: Rollout) -> None:
+    for row in rollout.rows:
+        row.pack()
 
 
 def _failed(rollouts: Sequence[Rollout]) -> list[int]:

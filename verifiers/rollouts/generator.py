@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -48,8 +47,6 @@ class AsyncBatchGenerator:
         check_call: of each trained call, given the fields of the sampling arguments that rollouts are given (one
             mapping, of a group of environments one for each) and those of the call; see `RolloutClient`.
         vocab_size: number of token ids that the policy has: an answer with another is a failed try.
-        drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
-            up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
         teacher: tells of a block's sampled tokens how likely they are to it.
 
     Use as a context manager, or call `start` and `close`. Thread-safe.
@@ -74,7 +71,6 @@ class AsyncBatchGenerator:
         check_call: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], None] | None = None,
         vocab_size: int | None = None,
         group_policy: GroupPolicy | None = None,
-        drop_stragglers_after_s: float | None = None,
         teacher: Teacher | None = None,
     ) -> None:
         if num_batches_ahead < 0:
@@ -96,9 +92,8 @@ class AsyncBatchGenerator:
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
         self._group_policy, self._teacher = group_policy, teacher
-        self._drop_after_s = drop_stragglers_after_s
         self._changed = threading.Condition()
-        self._pending: dict[int, BlockRun | None] = {}
+        self._pending: set[int] = set()
         self._final_groups: dict[int, list[Group]] = {}
         self._newest_begun: asyncio.Event | None = None
         self._done: dict[int, ScoredBlock] = {}
@@ -182,7 +177,7 @@ class AsyncBatchGenerator:
                 )
             if request.policy_version is not None:
                 self.policy_version = request.policy_version
-            self._pending[block_id] = None
+            self._pending.add(block_id)
             self.launched += len(request.requests)
             assert self._thread is not None
             work = self._generate(request, self.policy_version)
@@ -223,7 +218,7 @@ class AsyncBatchGenerator:
         """Wait until no rollout of a submitted block runs or waits to begin; the blocks stay to be taken."""
         with self._changed:
             while self._pending:
-                oldest = next(iter(self._pending))
+                oldest = min(self._pending)
                 self._wait_for(oldest, functools.partial(self._done.get, oldest), timeout_s)
 
     def finished_blocks(self) -> list[ScoredBlock]:
@@ -237,10 +232,9 @@ class AsyncBatchGenerator:
             self._done[block.block_id] = block
 
     def _wait_for(self, block_id: int, ready: Callable[[], T | None], timeout_s: float | None) -> T:
-        """Wait, holding the lock, for something of one block; give up its stragglers where that is asked."""
+        """Wait, holding the lock, for something of one block."""
         timeout = self.generation_timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
-        drop_at = started + self._drop_after_s if self._drop_after_s is not None else None
         if block_id not in self._pending and block_id not in self._done:
             raise ConfigError(f"block {block_id} was never submitted, or was taken before.")
         while True:
@@ -251,12 +245,8 @@ class AsyncBatchGenerator:
             now = time.monotonic()
             if now >= started + timeout:
                 raise DeadlineError(self._deadline_message(block_id, timeout))
-            if drop_at is not None and now >= drop_at:
-                drop_at, run = None, self._pending.get(block_id)
-                if run is not None and self._thread is not None:
-                    self._thread.loop.call_soon_threadsafe(run.drop_stragglers)
             # an interrupt that comes just before a wait does not end it, only the next one
-            self._changed.wait(min(min(started + timeout, drop_at or math.inf) - now, _LISTENS_EVERY_S))
+            self._changed.wait(min(started + timeout - now, _LISTENS_EVERY_S))
 
     def check(self) -> None:
         """Raise what made generation fail, if anything did. Cheap: call it between micro-steps."""
@@ -295,8 +285,6 @@ class AsyncBatchGenerator:
         try:
             rollouts = self.rollout_run(on_rollout=self._count, teacher=self._teacher)
             run = BlockRun(rollouts, batch, policy=self._group_policy, on_groups=on_groups)
-            with self._changed:
-                self._pending[block_id] = run
             # the older block is wanted first, so nothing of this one may queue before it
             before, self._newest_begun = self._newest_begun, run.begun
             if before is not None:
@@ -309,7 +297,7 @@ class AsyncBatchGenerator:
             return
         with self._changed:
             self.launched += len(block.launched) - len(batch.requests)
-            del self._pending[block_id]
+            self._pending.remove(block_id)
             self._done[block_id] = block
             self._changed.notify_all()
 

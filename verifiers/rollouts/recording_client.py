@@ -102,11 +102,7 @@ def turn_seed(rollout_seed: int, turn: int) -> int:
 
 
 def refuse_non_text(messages: Any, whose: str) -> None:
-    """Refuse messages of training that hold images, audio or files: a row of token ids has no place for them.
-
-    Raises:
-        ConfigError: with the type of the part.
-    """
+    """Refuse messages of training that hold images, audio or files: a row of token ids has no place for them."""
     for message in () if isinstance(messages, str) else messages:
         content = message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)
         for part in content if isinstance(content, list) else ():
@@ -328,11 +324,7 @@ class RolloutClient:
             raise
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse arguments of a trained call under which its answer could not be trained.
-
-        Raises:
-            ConfigError: with the argument.
-        """
+        """Refuse arguments of a trained call under which its answer could not be trained."""
         if not self._require_tokens:
             return
         refuse_non_text(arguments.get("messages") or "", "a call of the environment")

@@ -10,9 +10,6 @@ from typing import Any
 
 from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
 
-STRAGGLER = "Straggler"
-"""`Failure.kind` of a rollout that was dropped because its block was wanted."""
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:

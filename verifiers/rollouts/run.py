@@ -27,7 +27,7 @@ from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
-from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, RolloutRequest, failure_from
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.teacher import Teacher
 from verifiers.rubrics.scoring import added_by_turn, grading_deadline
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
@@ -105,31 +105,6 @@ class RolloutActivity:
             self._sums[3] += passed * self.queued
 
 
-class Deadlines:
-    """The deadlines of rollouts, which may all be given up at once, with every later one."""
-
-    def __init__(self) -> None:
-        self.are_dropped = False
-        self._open: set[asyncio.Timeout] = set()
-
-    @asynccontextmanager
-    async def one(self) -> AsyncIterator[asyncio.Timeout]:
-        """Give a timeout that is not over before it is rescheduled, or before `drop`."""
-        async with asyncio.timeout(0.0 if self.are_dropped else None) as deadline:
-            self._open.add(deadline)
-            try:
-                yield deadline
-            finally:
-                self._open.discard(deadline)
-
-    def drop(self) -> None:
-        """End all deadlines now."""
-        self.are_dropped = True
-        for deadline in self._open:
-            if not deadline.expired():
-                deadline.reschedule(0.0)
-
-
 def refuse_unsupplied(env: Any) -> None:
     """Raise ConfigError where a reward function needs an argument that nobody supplies."""
     for member in getattr(env, "envs", None) or [env]:
@@ -171,7 +146,6 @@ class Run:
     on_rollout: Callable[[Rollout], None] | None = None
     activity: RolloutActivity = field(default_factory=RolloutActivity)
     workers: Any = None
-    deadlines: Deadlines = field(default_factory=Deadlines)
     _clients: dict[RolloutKey, RolloutClient] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -350,10 +324,9 @@ async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:
     outcome = Outcome.COMPLETED
     submitted = started = time.perf_counter()
     try:
-        async with run.deadlines.one() as deadline, run.player(env, request) as player, run.slot():
+        async with asyncio.timeout(None) as deadline, run.player(env, request) as player, run.slot():
             started = time.perf_counter()
-            if not run.deadlines.are_dropped:
-                deadline.reschedule(asyncio.get_running_loop().time() + run.rollout_timeout_s)
+            deadline.reschedule(asyncio.get_running_loop().time() + run.rollout_timeout_s)
             await player.play(state)
     except FATAL_ERRORS:
         raise
@@ -364,10 +337,6 @@ async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:
         state["error"] = error
         if not deadline.expired():
             outcome, failure = _failed(error, client)
-        elif run.deadlines.are_dropped:
-            seconds = time.perf_counter() - submitted
-            text = f"still running when its block was wanted, after {seconds:.1f} s"
-            outcome, failure = Outcome.CANCELLED, Failure(STRAGGLER, text)
         else:
             text = f"the rollout did not end within rollout_timeout_s={run.rollout_timeout_s:g}"
             outcome, failure = Outcome.TIMED_OUT, Failure("TimeoutError", text)

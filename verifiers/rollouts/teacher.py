@@ -23,8 +23,6 @@ from verifiers.inference.server_client import ServerClient
 from verifiers.rollouts.rollout import Rollout, TokenSequence
 from verifiers.types import Failure, Outcome
 
-__all__ = ["Teacher"]
-
 _ROUNDING = 1e-3
 _MOST_ANSWER_MB = 512.0
 _SAMPLES = 32

@@ -23,8 +23,6 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import SingleFlight, parameters_of
 from verifiers.types import Messages, RewardFunc, State, content_text, message_field, message_text
 
-__all__ = ["DEFAULT_JUDGE_PROMPT", "JudgeRubric", "LazyOpenAI", "judge_yes_no", "parse_yes_no", "question_text"]
-
 T = TypeVar("T")
 
 _TRY_TIMEOUT_S = 60.0

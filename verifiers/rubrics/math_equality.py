@@ -21,8 +21,6 @@ from verifiers.loop_thread import run_blocking
 from verifiers.rubrics.scoring import waiting_turn
 from verifiers.sandbox.worker_pool import WorkerPool
 
-__all__ = ["MathVerdict", "answer_text", "exact_match", "math_verdict", "math_verdict_blocking"]
-
 MAX_ANSWER_CHARS = 1000
 TIMEOUT_S = 5.0
 _EQUAL = "verifiers.rubrics.math_worker:equal"

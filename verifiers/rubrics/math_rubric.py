@@ -13,8 +13,6 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import SingleFlight
 from verifiers.types import RewardFunc
 
-__all__ = ["MathRubric"]
-
 
 class MathRubric(Rubric):
     """A reward of 1.0 where the parsed answer equals the row's `answer` by math-verify, and else 0.0.

@@ -14,8 +14,6 @@ from typing import Any
 import math_verify
 import sympy
 
-__all__ = ["equal"]
-
 _DIFFERENCE = sympy.Float("1e-5")
 
 for _name in ("math_verify", "latex2sympy2_extended"):

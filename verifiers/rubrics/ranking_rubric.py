@@ -16,8 +16,6 @@ from verifiers.parsers.parser import Parser
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.types import Messages, RewardFunc, State
 
-__all__ = ["DEFAULT_RANKING_PROMPT", "RankingRubric", "parse_ranking", "rewards_of_ranking"]
-
 DEFAULT_RANKING_PROMPT = """Rank the responses to a question from best to worst.
 
 <question>

@@ -28,8 +28,6 @@ from verifiers.rubrics.scoring import (
 )
 from verifiers.types import RewardFunc, RolloutScore, State
 
-__all__ = ["Rubric", "RubricGroup"]
-
 CLASSIC_METHODS = ("score_group", "score_rollout", "score_rollouts", "call_reward_func")
 """Methods that packages for verifiers 0.1.x override; `verifiers.classic.rubrics` makes such an override count."""
 
@@ -385,7 +383,6 @@ class RubricGroup(Rubric):
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function to the first rubric's weighted sum."""
-        assert self.rubrics, "RubricGroup must have at least one rubric, whose function it becomes."
         self.rubrics[0].add_reward_func(func, weight)
 
     def refuse_unsupplied(self) -> None:

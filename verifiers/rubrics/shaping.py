@@ -14,16 +14,6 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import parameters_of, reward_name
 from verifiers.types import RewardFunc, State, message_field, message_text
 
-__all__ = [
-    "EpisodicSumRubric",
-    "completion_tokens",
-    "from_trl",
-    "overlong_penalty",
-    "r1_zero_reward",
-    "r1_zero_rubric",
-    "sum_step_rewards",
-]
-
 
 def from_trl(func: Callable[..., Any]) -> RewardFunc:
     """Return a reward function of TRL's form, as a rubric calls functions.

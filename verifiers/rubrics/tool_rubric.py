@@ -10,8 +10,6 @@ from verifiers.concurrency import without_partials
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import Messages, message_field
 
-__all__ = ["ToolRubric"]
-
 
 class ToolRubric(Rubric):
     """Counts of a rollout's tool calls: `total_tool_calls`, and `{tool}_calls` for each tool. All weights are 0.

@@ -9,8 +9,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from verifiers.sandbox.spec import Sandbox, SandboxSpec
 
-__all__ = ["open_sandbox", "renewed"]
-
 # nothing in the directory may keep its owner out, or block who opens it
 _TIDY = "chmod -R u+rwX . && find . ! -type d ! -type f ! -type l -delete"
 

@@ -56,7 +56,6 @@ class AgentSandbox(Sandbox):
     """A sandbox made of processes of this machine. Opened by `open_agent_sandbox`.
 
     Attributes:
-        process: the first process, which ends with the sandbox.
         note: whose user the commands of the process level run as.
     """
 

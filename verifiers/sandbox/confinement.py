@@ -275,7 +275,6 @@ def kill_trees(roots: Callable[[], Collection[int]], reap: Callable[[], None]) -
 
     Args:
         roots: children of this process, asked again each round, as orphans may have come to it.
-        reap: waits for children that have ended.
     """
     if not LINUX:
         for root in roots():

@@ -59,9 +59,6 @@ class PythonInterpreter:
 
         A cell that runs too long, or ends the process, gets a new interpreter at once, and the text says that the
         state is lost. So it is when a call is cancelled, but then the next cell's text says so.
-
-        Raises:
-            SandboxError: no interpreter can be started: the sandbox is gone.
         """
         async with self._turn:
             process = self._process or await self._start()

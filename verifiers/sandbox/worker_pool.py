@@ -47,10 +47,8 @@ class WorkerPool:
         timeout_s: wall time of a call in seconds, unless it says otherwise. It starts when a worker takes the call;
             importing the function's module does not count.
         memory_bytes: address space of a call's process, the imported modules included.
-        preload: modules to import when a worker starts.
         isolation: "bubblewrap", "process" or "auto".
         paths: directories of modules that are not installed; they become readable inside.
-        name: the pool's name in errors.
     """
 
     def __init__(

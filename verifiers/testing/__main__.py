@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
-from verifiers.server_process import exits_on_sigterm, follow_parent
+from verifiers.server_process import exits_on_sigterm
 
 if TYPE_CHECKING:
     from verifiers.testing.script import Answers
@@ -62,10 +61,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("address").add_argument
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
-    # for programs that start it
-    for flag, kind in (("--port-file", Path), ("--parent-pid", int), ("--latency-s", float)):
-        add(flag, type=kind, help=argparse.SUPPRESS)
-    add("--instant", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -76,22 +71,13 @@ def _serve(args: argparse.Namespace) -> int:
     # aiohttp is slow to import, and a mistake above is told without it
     from verifiers.testing.fake_server import FakeOpenAIServer
 
-    if args.parent_pid is not None:
-        follow_parent(args.parent_pid)
     # before anything says that it is ready: who reads that may end it at once
-    with exits_on_sigterm():
-        options = {"latency_s": args.latency_s or 0.0, "instant": args.instant}
-        with FakeOpenAIServer(answers, port=args.port, **options) as server:
-            if args.port_file is None:
-                what = f"{args.answer!r} to everything" if args.script is None else f"as {args.script} says"
-                print(f"fake endpoint at {server.url}: no model, it answers {what}. Ctrl-C ends it.")
-                print(f"try: vf-eval ENV -m fake -b {server.url}", flush=True)
-            else:
-                temporary = args.port_file.with_name(f"{args.port_file.name}.{os.getpid()}")
-                temporary.write_text(f"{server.port}\n")
-                temporary.replace(args.port_file)
-            while True:
-                signal.pause()
+    with exits_on_sigterm(), FakeOpenAIServer(answers, port=args.port) as server:
+        what = f"{args.answer!r} to everything" if args.script is None else f"as {args.script} says"
+        print(f"fake endpoint at {server.url}: no model, it answers {what}. Ctrl-C ends it.")
+        print(f"try: vf-eval ENV -m fake -b {server.url}", flush=True)
+        while True:
+            signal.pause()
 
 
 def _script(file: Path) -> Answers:

@@ -122,11 +122,7 @@ def play_judges(env: Any, seed: int | None = None) -> int:
 
 
 def answer_as_judge(body: Mapping[str, Any], seed: int = 0) -> str:
-    """Return a verdict in the form that a judge's prompt asks for: a ranking, a number of a range, or yes or no.
-
-    Args:
-        seed: with the prompt it decides the verdict.
-    """
+    """Return a verdict in the form that a judge's prompt asks for: a ranking, a number of a range, or yes or no."""
     text = str(body["messages"][-1].get("content"))
     rng = random.Random(f"{seed}:{text}")
     if labels := re.findall(r'<response label="(\w+)">', text):

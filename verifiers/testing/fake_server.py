@@ -10,21 +10,15 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
-import os
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from aiohttp import web
 
-from verifiers.errors import ConfigError, DeadlineError
+from verifiers.errors import DeadlineError
 from verifiers.testing.faults import Fault, Faults, fault_schedule
 from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
 
@@ -95,8 +89,6 @@ class FakeOpenAIServer:
         faults: when generation requests fail (see `testing.script.Faults`); default never.
         token_ids: False makes it a provider that reports no token ids.
         route_faults: faults of the other routes, by path, e.g. {"/collective_rpc": Fault(500)}.
-        instant: for benchmarks: one prepared answer without looking at the request. Nothing is recorded but
-            `request_count`; `answers` must be a text; prompts are reported as the single token id 1.
 
     Attributes:
         weight_calls: calls of the weight and pause routes in order of arrival.
@@ -104,9 +96,6 @@ class FakeOpenAIServer:
         weight_version: set by /update_weight_version; an int where the text is one.
         paused: between /pause and /resume.
         errors: what scripted functions raised.
-
-    Raises:
-        ConfigError: `instant` with anything but a text to answer.
     """
 
     def __init__(
@@ -119,12 +108,8 @@ class FakeOpenAIServer:
         token_ids: bool = True,
         weight_version: int | str = 0,
         route_faults: Mapping[str, Faults] | None = None,
-        instant: bool = False,
         port: int = 0,
     ) -> None:
-        if instant and not isinstance(answers, (str, type(None))):
-            raise ConfigError(f"an instant server answers with one text, but answers is {type(answers).__name__}.")
-        self._instant_text = (answers if isinstance(answers, str) else "ok") if instant else None
         self._script = Script(answers)
         self._latency_s = latency_s
         self._fault_of = fault_schedule(faults)
@@ -242,10 +227,6 @@ class FakeOpenAIServer:
             await runner.cleanup()
 
     def _runner(self) -> web.BaseRunner:
-        if self._instant_text is not None:
-            # no router and no application: what is measured is the client
-            server = web.Server(self._instant_handler(self._instant_text))
-            return web.ServerRunner(server, shutdown_timeout=_CLOSING_S)
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         for path in _GENERATION_ROUTES:
             app.router.add_post(path, self._generate)
@@ -255,28 +236,6 @@ class FakeOpenAIServer:
             app.router.add_get(path, self._describe)
         # cancellation tells a fake that its caller has gone, so that in_flight is true
         return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSING_S)
-
-    def _instant_handler(self, text: str) -> Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]:
-        wanted = {"return_token_ids": True}
-        chat = response_body(
-            {**wanted, "logprobs": True, "messages": []}, [text], model=self._model, token_ids=self._token_ids
-        )
-        completion = response_body(
-            {**wanted, "logprobs": 0, "prompt": [1]}, [text], model=self._model, token_ids=self._token_ids
-        )
-        if self._token_ids:
-            chat["prompt_token_ids"] = [1]
-        chat_bytes, completion_bytes = json.dumps(chat).encode(), json.dumps(completion).encode()
-        other = json.dumps(self._models()).encode()
-
-        async def handle(request: web.BaseRequest) -> web.StreamResponse:
-            if request.method != "POST":
-                return web.Response(body=other, content_type="application/json")
-            self.request_count += 1
-            body = chat_bytes if request.path.endswith("/chat/completions") else completion_bytes
-            return web.Response(body=body, content_type="application/json")
-
-        return handle
 
     def _models(self) -> dict[str, Any]:
         entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "verifiers"}
@@ -370,25 +329,3 @@ class FakeOpenAIServer:
         self._route_counts[path] = number + 1
         schedule = self._route_schedules.get(path)
         return schedule(number) if schedule is not None else None
-
-
-@contextlib.contextmanager
-def server_process(answer: str, *flags: str) -> Iterator[str]:
-    """Run a server in a process of its own while the block runs, for benchmarks, and return its base URL.
-
-    Raises:
-        RuntimeError: the server did not start.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        port_file = Path(scratch) / "port"
-        command = [sys.executable, "-m", "verifiers.testing", "--answer", answer, "--port", "0", *flags]
-        process = subprocess.Popen([*command, "--port-file", str(port_file), "--parent-pid", str(os.getpid())])
-        try:
-            while not port_file.exists():
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server ended with {process.returncode} before it listened")
-                time.sleep(0.02)
-            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
-        finally:
-            process.terminate()
-            process.wait()

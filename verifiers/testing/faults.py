@@ -64,11 +64,7 @@ a Fault counts for its `times` requests, and all after the list are answered. A 
 
 
 def fault_schedule(faults: Faults) -> Callable[[int], Fault | None]:
-    """Return the function that gives the fault of a request, which are numbered from 0.
-
-    Raises:
-        ConfigError: an entry that is neither a Fault nor None.
-    """
+    """Return the function that gives the fault of a request, which are numbered from 0."""
     if callable(faults) and not isinstance(faults, Fault):
         return faults
     listed: list[Fault | None] = []

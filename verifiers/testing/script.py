@@ -104,11 +104,7 @@ class RecordedRequest:
 
 
 class Script:
-    """The source of the answer to each request.
-
-    Raises:
-        ConfigError: an empty list, or answers of a type that `Answers` does not name.
-    """
+    """The source of the answer to each request."""
 
     def __init__(self, answers: Answers = None) -> None:
         self._function: Callable[[dict[str, Any]], Answer | Awaitable[Answer]] | None = None
@@ -162,9 +158,6 @@ def response_body(
     Args:
         body: the request; `max_tokens`, `n`, `logprobs` and `return_token_ids` are honoured, sampling settings
             and stop strings are not.
-        answers: one for each choice.
-        number: of the request; part of the response's id.
-        model: named where the request names none.
         weight_version: reported as the version of every sampled token.
         token_ids: False leaves out token ids and versions even where asked for, as most providers do.
     """

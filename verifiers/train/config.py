@@ -22,8 +22,6 @@ from verifiers.train.conflicts import longest_wait_s, refuse_biased_sampling, re
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["GRPOConfig", "grpo_defaults", "lora_defaults", "setting_name"]
-
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
@@ -55,9 +53,6 @@ class GRPOConfig(trl.GRPOConfig):
         zero_truncated_completions: a truncated rollout's reward counts as 0.
         require_full_groups: a group with a failed rollout gives no gradient at all.
         rollout_retries: how often a rollout that failed before it was scored is repeated, with another seed.
-        drop_stragglers_after: once the trainer has waited this long for a block, in seconds, its rollouts that still
-            run are given up, at the earliest when half of the block has ended. Long ones go first, so this biases
-            what is trained: see `rows/dropped_tokens` and `time/straggler_mean_s`. None waits for all.
         dynamic_sampling: replace groups whose rewards are all equal with groups of other prompts.
         dynamic_sampling_max_groups: at most so many replacements a block; twice the prompts of a block when left out.
         skip_zero_advantage_rows: leave out rollouts whose advantage is 0, which saves their forward and backward pass
@@ -154,7 +149,6 @@ class GRPOConfig(trl.GRPOConfig):
     zero_truncated_completions: bool = False
     require_full_groups: bool = False
     rollout_retries: int = 0
-    drop_stragglers_after: float | None = None
     dynamic_sampling: bool = False
     dynamic_sampling_max_groups: int | None = None
     skip_zero_advantage_rows: bool = True

@@ -12,17 +12,6 @@ from verifiers.errors import ConfigError
 from verifiers.inference.wire import NEUTRAL, unless_neutral
 from verifiers.train.loss.loss_types import LOSS_TYPES
 
-__all__ = [
-    "CHOICES",
-    "UNSUPPORTED",
-    "longest_wait_s",
-    "refuse_adapters",
-    "refuse_biased_sampling",
-    "refuse_conflicts",
-    "refuse_processes",
-    "unknown_setting",
-]
-
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
@@ -47,7 +36,6 @@ _BOUNDS = {
 }
 
 _ABOVE_ZERO = {
-    "drop_stragglers_after": "seconds above 0, or None to wait",
     "eval_max_concurrent": "a number above 0, or leave it out",
     "eval_timeout": "a number above 0, or leave it out",
 }
@@ -129,11 +117,7 @@ _Refusals = Iterator[tuple[bool, str]]
 
 
 def refuse_conflicts(args: Any) -> None:
-    """Refuse the settings of a `GRPOConfig` as they were given.
-
-    Raises:
-        ConfigError: with the first setting that is to be changed, and what to set instead.
-    """
+    """Refuse the settings of a `GRPOConfig` as they were given."""
     for parts in (_values, _rollouts, _loss, _kl, _advantages, _streaming, _unsupported):
         _refuse(parts(args))
 
@@ -402,16 +386,7 @@ def _has_entropy_bonus(args: Any) -> bool:
 
 
 def refuse_biased_sampling(args: Any, whose: str, given: Mapping[str, Any]) -> None:
-    """Refuse what makes the sampler's log-probs those of another distribution, wherever they are used.
-
-    Args:
-        args: a `GRPOConfig` that is made.
-        whose: who samples so, for the message.
-        given: sampling arguments.
-
-    Raises:
-        ConfigError: with what to leave out or to set.
-    """
+    """Refuse what makes the sampler's log-probs those of another distribution, wherever they are used."""
     if not args.vllm_importance_sampling_correction and not args.may_be_stale and not args.kl_in_reward:
         return
     for name in NEUTRAL:
@@ -464,9 +439,6 @@ def refuse_processes(args: Any, accelerator: Any, *, experts: bool) -> None:
 
     Args:
         experts: the loss has the router's term of a mixture of experts.
-
-    Raises:
-        ConfigError: with what to set instead.
     """
     kind = accelerator.distributed_type
     plugin = accelerator.state.deepspeed_plugin if kind == "DEEPSPEED" else None

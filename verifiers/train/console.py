@@ -15,10 +15,9 @@ from transformers import TrainerCallback
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
 from verifiers.monitoring.live_table import LiveTable, run_table
+from verifiers.monitoring.number_text import format_seconds
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.train.monitor import RunMonitor
-
-__all__ = ["ProgressLines", "can_draw", "format_seconds", "shown"]
 
 
 @contextlib.contextmanager
@@ -39,14 +38,6 @@ def shown(monitor: RunMonitor, callbacks: Sequence[Any]) -> Iterator[None]:
         report = monitor.end(failure)
         for view in views:
             view.end(report)
-
-
-def format_seconds(seconds: float) -> str:
-    """Format seconds as m:ss or h:mm:ss."""
-    whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes, secs = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
 def can_draw(stream: TextIO) -> bool:

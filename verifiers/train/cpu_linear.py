@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["use_onednn"]
-
 
 def use_onednn(*models: Any) -> None:
     """Give models' float32 linear layers on the CPU oneDNN's products, forward and backward, where torch has them."""

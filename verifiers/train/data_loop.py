@@ -34,8 +34,6 @@ from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.logprobs import PolicyLogprobs
 from verifiers.train.processes.distributed import Ranks
 
-__all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch", "reward_of_the_environment"]
-
 logger = logging.getLogger("verifiers.train")
 
 
@@ -43,8 +41,6 @@ class RankSteps(NamedTuple):
     """Micro-steps of one rank, as rank 0 sends them.
 
     Attributes:
-        micro_steps: micro-batches by micro-step.
-        metrics: of the block, with its last micro-step.
         gradient_scale: of a streamed micro-step that ends an update: the factor for the update's gradient.
     """
 
@@ -58,7 +54,6 @@ class DataLoop:
 
     Args:
         beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
-        skip_zero_advantage: leave out rows whose advantage is 0.
         demonstrations: trained on with each block.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
@@ -236,9 +231,6 @@ class DataLoop:
 
     def drop_update(self, optimizer_step: int, places: Sequence[int]) -> str:
         """Record the rollouts of an update that is not applied as dropped, unless another pass trains them.
-
-        Args:
-            places: in the block, of rollouts that are to be named.
 
         Returns:
             The block and these rollouts, for a message.

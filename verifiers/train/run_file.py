@@ -20,8 +20,6 @@ from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
 from verifiers.workers.settings import WorkerSettings
 
-__all__ = ["EnvironmentTable", "LoraTable", "ModelTable", "RunFile", "ServerTable", "load_run_file"]
-
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -137,20 +135,12 @@ class RunFile(_Table):
         return self.model_copy(update={"server": ServerTable(), "trainer": trainer})
 
     def curriculum_of(self, seed: int) -> Curriculum | CurriculumPolicy | None:
-        """Return the curriculum, if the file has one; `seed` where it gives none of its own.
-
-        Raises:
-            ConfigError: it cannot be; one sentence.
-        """
+        """Return the curriculum, if the file has one; `seed` where it gives none of its own."""
         return None if self.curriculum is None else curriculum_from(self.curriculum, seed)
 
 
 def load_run_file(path: str | Path) -> RunFile:
-    """Read and check a run file; nothing is loaded or started yet.
-
-    Raises:
-        ConfigError: the file is missing, is not valid TOML, or has an unknown, missing or wrong key; one sentence.
-    """
+    """Read and check a run file; nothing is loaded or started yet."""
     try:
         data = tomllib.loads(Path(path).read_text())
     except FileNotFoundError:

@@ -18,15 +18,9 @@ from verifiers.train.evaluation.evaluator import Evaluator
 from verifiers.train.monitor import RunMonitor
 from verifiers.train.processes.distributed import Ranks, ended_if_stuck
 
-__all__ = ["RunLifecycle", "restore_curriculum", "still_planned"]
-
 
 class RunLifecycle:
-    """The start and end of a run: its parts, and curriculum and blocks in flight as its checkpoint has them.
-
-    Attributes:
-        first_step: the optimizer step at which the run starts.
-    """
+    """The start and end of a run: its parts, and curriculum and blocks in flight as its checkpoint has them."""
 
     def __init__(
         self,
@@ -100,11 +94,7 @@ class RunLifecycle:
 
 
 def restore_curriculum(plan: BatchPlan, further: Mapping[str, Any]) -> None:
-    """Bring an adaptive curriculum to where a checkpoint's further state stands.
-
-    Raises:
-        CheckpointError: the checkpoint has no state of a curriculum.
-    """
+    """Bring an adaptive curriculum to where a checkpoint's further state stands."""
     if not isinstance(plan.source, ObservesBlocks):
         return
     if "curriculum" not in further:

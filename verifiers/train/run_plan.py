@@ -24,8 +24,6 @@ from verifiers.train.config import GRPOConfig, setting_name
 from verifiers.train.conflicts import refuse_biased_sampling
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 
-__all__ = ["RunPlan", "datasets_of", "plan_batches", "plan_run", "training_sampling_args"]
-
 _MEASURES = ("reward", "reward_stderr", "prompts", "failed", "seconds")
 _FAMILIES = ("rewards/", "tasks/", "outcomes/", "completions/", "pass_at_", "pass_hat_", "best_at_")
 
@@ -35,13 +33,7 @@ _UNKNOWN_TO_TRANSFORMERS = {"azure_ml": "azureml-sdk", "flyte": "flytekit"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run that nothing refuses.
-
-    Attributes:
-        batches: what is trained when.
-        sampling_args: OpenAI's arguments of training rollouts.
-        eval_sets: the prompts that the run is evaluated on.
-    """
+    """A run that nothing refuses."""
 
     batches: BatchPlan
     sampling_args: dict[str, Any]
@@ -59,9 +51,6 @@ def plan_run(
     """Return the plan of a run; whatever can be refused before a model is loaded or a server asked is refused here.
 
     Args: as of `GRPOTrainer`.
-
-    Raises:
-        ConfigError: with what is to be changed.
     """
     if not issubclass(type(args), GRPOConfig):
         kind = f"{type(args).__module__}.{type(args).__name__}"

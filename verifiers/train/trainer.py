@@ -53,8 +53,6 @@ from verifiers.train.weight_sync.protocol import WeightSync, refuse_untied
 from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
 
-__all__ = ["GRPOTrainer"]
-
 logger = logging.getLogger("verifiers.train")
 
 
@@ -445,18 +443,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             log_evaluation(self, metrics)
         self.control = self.callback_handler.on_evaluate(self.args, state, self.control, metrics)
         return metrics
-
-    def evaluate_block(self, eval_dataset: Any = None) -> ScoredBlock:
-        """Roll out eval prompts under the present weights and keep the rollouts; on rank 0, nothing is logged.
-
-        Args:
-            eval_dataset: rows to use instead of the trainer's set.
-
-        Raises:
-            ConfigError: the trainer has several sets.
-            NothingScoredError: no rollout got a reward, or it ran out of time.
-        """
-        return self.evaluator.evaluate_block(self.state.global_step, eval_dataset)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         if skip_scheduler and self.state.global_step > 0:

@@ -29,7 +29,6 @@ class Connection(asyncio.Protocol):
     """One end of the socket between rank 0 and a worker.
 
     Args:
-        on_message: called with each message, in order.
         on_lost: called once when the other end is gone, or when a message could not be read.
     """
 

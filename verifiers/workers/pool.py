@@ -73,8 +73,6 @@ class WorkerLink:
     Attributes:
         in_play: rollouts that it plays, or that wait for their slots to be played there.
         groups: number of its rollouts by group, those included that it holds for their score.
-        ready: done when its environment is loaded.
-        failure: its environment could not be loaded.
     """
 
     def __init__(self, number: int, on_change: Callable[[WorkerLink], None]) -> None:
@@ -338,13 +336,9 @@ class RemoteWorkers:
     """Workers that an engine starts, for the event loop on which rollouts are first asked of them.
 
     Args:
-        make_engine: makes the engine, once for each event loop.
         factories: an environment on rank 0, which has the rows, and a function without arguments that makes the
             same one in a worker; picklable. A worker makes all of them at its start.
         blocked_s: seconds for which one piece of code may keep a worker's event loop from all others.
-
-    Raises:
-        ConfigError: a factory that cannot be pickled.
     """
 
     def __init__(
@@ -366,7 +360,6 @@ class RemoteWorkers:
         """Return the environment as it is played and scored by the workers, to be used in its place.
 
         Args:
-            env: on rank 0, which has the rows.
             rows: a dataset; its first 1,000 rows are looked at.
 
         Raises:

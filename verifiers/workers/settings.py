@@ -61,11 +61,7 @@ class WorkerSettings(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> WorkerSettings:
-        """Return the settings of a flag: "inline", "processes", "processes:8", "ray" or "ray:64".
-
-        Raises:
-            ConfigError: another engine, or workers that are not a number.
-        """
+        """Return the settings of a flag: "inline", "processes", "processes:8", "ray" or "ray:64"."""
         engine, colon, count = text.partition(":")
         names = cls.model_fields["engine"].annotation.__args__  # type: ignore[union-attr]
         if engine not in names:
@@ -81,10 +77,6 @@ class WorkerSettings(BaseModel):
 
         Args:
             factories: environments of rank 0, each with a function that makes the same one in a worker.
-            blocked_s: see `RemoteWorkers`.
-
-        Raises:
-            ConfigError: a factory that cannot be pickled, or Ray is not installed.
         """
         from verifiers.workers.pool import InlineWorkers, RemoteWorkers
 

@@ -141,7 +141,6 @@ class RolloutWorker:
 
     Attributes:
         ended: set when the worker is told to end, or rank 0 is gone.
-        guards: closed at the end.
     """
 
     def __init__(self, prepare: Callable[[RolloutWorker, Message], None]) -> None:

@@ -10,14 +10,7 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.recording_client import rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn
 from verifiers.train.batching.advantages import rollout_advantages
-from verifiers.train.batching.micro_batches import (
-    PADDING,
-    MicroBatch,
-    TrainingSample,
-    pad_rows,
-    shuffle_tensor_dict,
-    split_tensor_dict,
-)
+from verifiers.train.batching.micro_batches import PADDING, TrainingSample, pad_rows
 from verifiers.train.batching.training_block import Dropped, block_samples
 from verifiers.types import Outcome, RolloutKey
 
@@ -54,12 +47,8 @@ def mixed_samples() -> list[TrainingSample]:
     return block_samples(scored, rollout_advantages(scored, scale_rewards="none"))[0]
 
 
-def padded(samples: list[TrainingSample], padding: int = 0) -> MicroBatch:
-    return pad_rows([*samples, *[PADDING] * padding])
-
-
 def test_rows_are_padded_to_the_longest_of_them() -> None:
-    batch = padded(mixed_samples())
+    batch = pad_rows(mixed_samples())
     # of the third prompt the tokens past the shortest one stand before its completion, without loss
     assert batch["prompt_ids"].tolist() == [[1, 2], [1, 2], [1, 8]]
     assert batch["prompt_mask"].all()
@@ -74,30 +63,18 @@ def test_rows_are_padded_to_the_longest_of_them() -> None:
 
 
 def test_the_loss_mask_covers_sampled_tokens_alone() -> None:
-    batch = padded(mixed_samples())
+    batch = pad_rows(mixed_samples())
     assert batch["loss_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]]
     logps = batch["sampler_logps"]
     assert logps[0].tolist() == [-0.75, -1.0, 0.0, -1.25, -1.5]
     assert (logps[batch["loss_mask"] == 0] == 0).all()
 
 
-def test_trained_ids_are_the_sampled_ids() -> None:
-    batch = padded(mixed_samples(), padding=1)
-    for index, sample in enumerate(mixed_samples()):
-        found = [
-            batch[f"{side}_ids"][index][batch[f"{side}_mask"][index].bool()] for side in ("prompt", "completion")
-        ]
-        assert torch.cat(found).tolist() == sample.row.prompt_ids + sample.row.completion_ids
-        sampled = batch["completion_ids"][index][batch["loss_mask"][index].bool()]
-        mask = sample.row.loss_mask
-        assert sampled.tolist() == [ids for ids, kept in zip(sample.row.completion_ids, mask, strict=True) if kept]
-
-
 def test_a_list_of_advantages_is_split_over_the_rollouts_rows() -> None:
     scored = block(rollout(0, TWO_TURNS, 1.0), rollout(1, FORKED, 0.0, advantage=[0.1, 0.2, 0.3, 0.4]))
     samples, _ = block_samples(scored, rollout_advantages(scored, scale_rewards="none"))
     assert [item.advantage for item in samples] == [0.5, [0.1, 0.2, 0.3], [0.4]]
-    advantages_rc = padded(samples)["advantages"]
+    advantages_rc = pad_rows(samples)["advantages"]
     expected = [[0.5, 0.5, 0, 0.5, 0.5], [0.1, 0.2, 0.3, 0, 0], [0, 0, 0.4, 0, 0]]
     torch.testing.assert_close(advantages_rc, torch.tensor(expected))
 
@@ -105,7 +82,7 @@ def test_a_list_of_advantages_is_split_over_the_rollouts_rows() -> None:
 def test_a_list_of_advantages_skips_the_environments_tokens() -> None:
     scored = block(rollout(0, TWO_TURNS, 1.0, advantage=[1.0, 2.0, 3.0, 4.0]))
     samples, _ = block_samples(scored, rollout_advantages(scored))
-    assert padded(samples)["advantages"].tolist() == [[1, 2, 0, 3, 4]]
+    assert pad_rows(samples)["advantages"].tolist() == [[1, 2, 0, 3, 4]]
 
 
 def test_a_row_that_is_too_long_is_dropped_with_its_reason_and_never_cut() -> None:
@@ -167,18 +144,6 @@ def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
     assert batch["is_padding"].all()
 
 
-def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
-    whole = {"samples": [*mixed_samples(), PADDING]}
-    split = split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))
-    parts = [pad_rows(part["samples"]) for part in split]
-    assert [part["completion_ids"].tolist() for part in parts] == [
-        [[6]],
-        [[0, 0, 0, 0, 0], [3, 4, 9, 5, 6], [3, 4, 5, 0, 0]],
-    ]
-    assert [part["rollout_index"].tolist() for part in parts] == [[2], [-1, 0, 2]]
-    assert [part["loss_mask"].sum(1).tolist() for part in parts] == [[1], [0, 4, 3]]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -190,9 +155,9 @@ def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
 def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
     sample = mixed_samples()[0]
     with pytest.raises(ConfigError, match=message):
-        padded([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
+        pad_rows([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
 
 
 def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="PADDING"):
-        padded([])
+        pad_rows([])

@@ -57,7 +57,7 @@ def save(directory: RunDirectory, step: int, name: str = "model.safetensors") ->
 def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp_path: Path) -> None:
     first, other = a_directory(tmp_path), a_directory(tmp_path)
     assert first.begin(first.choose(True), ()) == {}
-    with pytest.raises(CheckpointError, match="another run writes to"):
+    with pytest.raises(CheckpointError, match=r"another run writes to .* output_dir"):
         other.choose(None)
     save(first, 2)
     for _ in range(2):
@@ -146,21 +146,24 @@ def test_a_checkpoint_that_cannot_be_written_says_so_and_what_there_is_to_go_on_
     assert raised.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [ConfigError("a mistake"), RuntimeError("of a callback"), KeyboardInterrupt()])
-def test_what_is_not_of_writing_a_checkpoint_passes_as_it_is(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
-        raise error
-    assert raised.value is error
-
-
 class HubError(OSError):
     """As what a hub's client raises: it knows what was asked."""
 
     request = "PUT /api/models"
 
 
-@pytest.mark.parametrize("error", [HubError("503"), ConnectionResetError(104, "reset"), TimeoutError("slow")])
-def test_what_a_hub_answers_is_not_called_a_full_disk(tmp_path: Path, error: OSError) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a mistake"),
+        RuntimeError("of a callback"),
+        KeyboardInterrupt(),
+        HubError("503"),
+        ConnectionResetError(104, "reset"),
+        TimeoutError("slow"),
+    ],
+)
+def test_what_is_not_of_writing_a_checkpoint_passes_as_it_is(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
         raise error
     assert raised.value is error
@@ -261,14 +264,6 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(run: Path, monkeypatch
         prepare_output_dir(NEW, str(run))
 
 
-HOLDS = """
-import sys, time
-from verifiers.train.checkpoint.run_directory import lock_output_dir
-lock = lock_output_dir(sys.argv[1])
-print("held", flush=True)
-time.sleep(60)
-"""
-
 FORKS = """
 import os, sys, time
 from verifiers.train.checkpoint.run_directory import lock_output_dir
@@ -280,31 +275,6 @@ if not os.fork():
 else:
     time.sleep(60)
 """
-
-
-def test_a_second_run_is_refused_until_the_first_releases_its_lock(tmp_path: Path) -> None:
-    directory = tmp_path / "out"
-    lock = lock_output_dir(directory)
-    with pytest.raises(CheckpointError, match=r"another run writes to .*out .* output_dir"):
-        lock_output_dir(directory)
-    lock.release()
-    again = lock_output_dir(directory)
-    again.release()
-    again.release()
-
-
-@pytest.mark.slow
-def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        try:
-            with pytest.raises(CheckpointError):
-                lock_output_dir(tmp_path)
-        finally:
-            other.kill()
-    lock_output_dir(tmp_path).release()
 
 
 @pytest.mark.slow

@@ -14,20 +14,9 @@ from typing import Any, Literal, get_args
 
 from verifiers.errors import ConfigError
 from verifiers.keywords import warn_once
-from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.conflicts import CHOICES
 from verifiers.types import RolloutKey
-
-__all__ = [
-    "BlockAdvantages",
-    "ScaleRewards",
-    "group_advantages",
-    "has_zero_variance",
-    "plain_advantage",
-    "rollout_advantages",
-    "turn_advantages",
-    "why_unscored",
-]
 
 ScaleRewards = Literal["group", "batch", "none"]
 
@@ -55,7 +44,7 @@ class BlockAdvantages(dict[RolloutKey, float | list[float]]):
 
     Attributes:
         left_out: why each other rollout of the block is not trained on: the outcome of a failed one
-            ("provider_error", ...), "straggler", "masked_truncated", "no_baseline" or "group_incomplete".
+            ("provider_error", ...), "masked_truncated", "no_baseline" or "group_incomplete".
         result: the advantages and group statistics of the rewards alone, before any penalty, groups in the block's
             order.
     """
@@ -357,9 +346,7 @@ def _sampled_tokens(rollout: Rollout) -> int:
 
 
 def why_unscored(rollout: Rollout) -> str:
-    """Return the reason for an unscored rollout: "straggler", or its outcome."""
-    if rollout.failure is not None and rollout.failure.kind == STRAGGLER:
-        return "straggler"
+    """Return the reason for an unscored rollout: its outcome."""
     return rollout.outcome.value if rollout.outcome.is_failure else "no_reward"
 
 

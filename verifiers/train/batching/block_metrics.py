@@ -13,12 +13,10 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
-from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.batching.micro_batches import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Outcome, RolloutKey
-
-__all__ = ["block_metrics", "block_tokens", "curriculum_metrics", "fill_completions_table"]
 
 
 def block_metrics(
@@ -32,7 +30,6 @@ def block_metrics(
     """Return every metric of one block, from its rollouts and what is trained of them.
 
     Args:
-        optimizer_step: steps before its first update, for its staleness.
         chunk_size: sequences that a server in this process generates at once.
     """
     # those of filtered groups too: a mean over what is kept would show the filter, not the policy
@@ -202,10 +199,6 @@ def _drops(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, flo
         tokens = [item.tokens for item in trained.dropped if item.reason == reason]
         metrics[f"rows/dropped/{reason}"] = float(len(tokens))
         metrics[f"rows/dropped_tokens/{reason}"] = fmean(tokens)
-    stragglers = [r.timing.generation_s for r in rollouts if r.failure is not None and r.failure.kind == STRAGGLER]
-    if stragglers:
-        # their final length is unknown, so they are counted in seconds
-        metrics["time/straggler_mean_s"] = fmean(stragglers)
     return metrics
 
 

@@ -16,8 +16,6 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import TokenSequence
 from verifiers.train.batching.micro_batches import DEMONSTRATION, TrainingSample
 
-__all__ = ["Demonstrations"]
-
 logger = logging.getLogger("verifiers.train")
 
 

@@ -33,26 +33,6 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import TokenSequence
 from verifiers.train.loss.prefixes import SHARED_ROWS, whole_rows
 
-__all__ = [
-    "PADDING",
-    "MicroBatch",
-    "MicroBatchLimit",
-    "MicroSteps",
-    "Packing",
-    "TensorDict",
-    "TrainingSample",
-    "all_micro_batches",
-    "balance_by_length",
-    "balance_by_prefix",
-    "computed_tokens",
-    "keep_micro_steps",
-    "micro_batch_sizes",
-    "packing_metrics",
-    "pad_rows",
-    "shuffle_tensor_dict",
-    "split_tensor_dict",
-]
-
 TensorDict = dict[str, Any]
 """Row-aligned columns by name, before they are padded."""
 

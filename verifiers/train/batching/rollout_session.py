@@ -27,21 +27,13 @@ from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher
 from verifiers.types import RolloutKey
 
-__all__ = ["RolloutPrefetcher", "RolloutSession"]
-
 
 class RolloutSession:
     """The servers, the generator and the prefetcher of a run, from `open` to `close`.
 
     Args:
         envs: the environment that is trained on, then those that are evaluated on.
-        rows: the training rows.
-        sampling_args: OpenAI's arguments of training rollouts.
         checks_meanwhile: a push may be checked while the trainer computes.
-
-    Attributes:
-        generator: rolls out and scores blocks; None while closed.
-        prefetcher: keeps blocks in flight; None while closed.
     """
 
     def __init__(
@@ -115,7 +107,6 @@ class RolloutSession:
             group_policy=GroupPolicy(
                 retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
             ),
-            drop_stragglers_after_s=args.drop_stragglers_after,
             teacher=teacher,
         ).start()
         if teacher is not None:

@@ -45,17 +45,6 @@ from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weight
 from verifiers.train.loss.prefixes import LEAST_SAVED, SHARED_ROWS, share_prefixes, whole_rows
 from verifiers.types import RolloutKey
 
-__all__ = [
-    "BlockStream",
-    "Dropped",
-    "TrainingBlock",
-    "block_samples",
-    "build_training_block",
-    "only_advantages_matter",
-    "rollout_tokens",
-    "rows_to_score",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
@@ -120,7 +109,6 @@ def build_training_block(
         skip_zero_advantage: leave out rollouts whose advantage is 0 on every token. They still count in every
             denominator, so loss and gradient are the same; only right where nothing else reaches the loss.
         oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
-        penalties: subtracted from the rollouts' rewards before the advantages.
         demonstrations: trained on in the same updates, `demonstrations_share` as many as rollouts.
     """
     picked = _pick_rows(block, args, oldest_version, skip_zero_advantage, penalties)
@@ -176,12 +164,7 @@ def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool
 
 
 class BlockStream:
-    """The micro-steps of one block that is still being generated, in order; on rank 0.
-
-    Attributes:
-        optimizer_step: at which the block's first update begins.
-        block: its groups that are scored.
-    """
+    """The micro-steps of one block that is still being generated, in order; on rank 0."""
 
     def __init__(
         self,
@@ -298,7 +281,6 @@ def block_samples(
     """Pick the rows of a block that are trained on, in plan order.
 
     Args:
-        advantages: of the rollouts to train on, from `rollout_advantages`.
         max_seq_len: most prompt and completion tokens of a row together; None for no limit.
         oldest_version: rollouts with a token of an older policy version are dropped whole; None for no limit.
 

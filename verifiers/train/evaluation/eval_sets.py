@@ -75,7 +75,6 @@ def choose_eval_sets(
         env: what is trained on; its own eval rows are the set where nothing else is given.
         eval_dataset: rows that `env` plays, or several such by name.
         eval_env: an environment that is played instead, or several by name.
-        most: prompts of each; -1 for all.
 
     Raises:
         ConfigError: both are given, none is inside, or a name cannot stand in a metric's name and a path.

@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.concurrency import gather_owned
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError, DeadlineError, Error, NothingScoredError
-from verifiers.evals.evaluation_run import EvaluationRun, iter_requests, run_evaluation
+from verifiers.evals.evaluation_run import EvaluationRun
 from verifiers.evals.statistics import Estimate
 from verifiers.evals.store import ResultStore
 from verifiers.evals.summary import RunSummary, summarize
@@ -28,7 +29,6 @@ from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.reports.evaluation import write_evaluation_report
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import RolloutActivity, Run
 from verifiers.train.batching.rollout_session import RolloutSession
 from verifiers.train.config import GRPOConfig
@@ -51,7 +51,6 @@ class Measured:
 
     Attributes:
         metrics: by their logged names. A set in which nothing was scored has counts, and no means.
-        failures: why the sets without a reward have none.
     """
 
     metrics: dict[str, float]
@@ -59,14 +58,7 @@ class Measured:
 
 
 class Evaluator:
-    """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics.
-
-    Args:
-        session: the servers and the generator, on rank 0.
-
-    Attributes:
-        nothing_scored: the last evaluation gave no reward.
-    """
+    """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics."""
 
     def __init__(
         self,
@@ -99,8 +91,6 @@ class Evaluator:
         """Roll out all sets under the present weights and return the metrics; every rank calls it.
 
         Args:
-            step: of the weights.
-            version: under which they are pushed.
             required: an evaluation without a reward is an error, not a warning.
 
         Raises:
@@ -178,37 +168,6 @@ class Evaluator:
                 f"metric_for_best_model is {self._args.metric_for_best_model!r}, which this evaluation lacks; "
                 f"choose one of {', '.join(sorted(metrics))}."
             ) from None
-
-    @in_stage("eval")
-    def evaluate_block(self, version: int, eval_dataset: Any = None) -> ScoredBlock:
-        """Roll out the prompts of the only set, or of rows that are given instead, and keep the rollouts; on rank 0.
-
-        Args:
-            version: under which the present weights are pushed.
-
-        Raises:
-            NothingScoredError: no rollout got a reward, or it ran out of time.
-        """
-        sets = self.sets
-        if eval_dataset is not None:
-            sets = choose_eval_sets(self._env, eval_dataset, most=-1)
-        if len(sets) > 1:
-            names = ", ".join(one.name for one in sets)
-            raise ConfigError(f"there are several eval sets ({names}); give rows of one, or call evaluate().")
-        (one,) = sets
-        generator = self._session.publish(version)
-        limiter = SubLimiter(generator.rollout_run().limiter, self._args.eval_max_concurrent)
-        runner = _runner_of(generator, one, self._sampling(one), limiter)
-        requests = list(iter_requests(one.dataset, self._args.num_generations_eval or 1, self._args.seed))
-        kept: list[ScoredBlock] = []
-
-        async def run() -> Measured:
-            kept.append(await run_evaluation(runner, requests))
-            return Measured({}, [])
-
-        if failures := evaluate_sets(generator, [run], self._deadline_s()).failures:
-            raise NothingScoredError("; ".join(failures))
-        return kept[0]
 
     # -- one evaluation -------------------------------------------------------------------------------------------
 
@@ -301,16 +260,9 @@ async def _run_until(sets: Sequence[EvaluatesSet], timeout_s: float) -> Measured
 
 
 async def _run_all(sets: Sequence[EvaluatesSet]) -> Measured:
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one()) for one in sets]
-    except BaseExceptionGroup as failed:
-        first = failed.exceptions[0]
-    else:
-        measured = [task.result() for task in running]
-        metrics = {name: value for one in measured for name, value in one.metrics.items()}
-        return Measured(metrics, [failure for one in measured for failure in one.failures])
-    raise first
+    measured = await gather_owned(one() for one in sets)
+    metrics = {name: value for one in measured for name, value in one.metrics.items()}
+    return Measured(metrics, [failure for one in measured for failure in one.failures])
 
 
 def _out_of_time(timeout_s: float, further: str = "") -> Measured:

@@ -28,8 +28,6 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from verifiers.train.loss.prefixes import SHARED_ROWS, whole_rows
 from verifiers.train.processes.distributed import Ranks
 
-__all__ = ["PolicyLogprobs", "Scored", "fuse_head", "fuse_heads", "head_log_probs", "log_probs_of_copy"]
-
 IGNORED = -100
 """Label of a position that is not scored."""
 

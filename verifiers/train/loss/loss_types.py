@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LOSS_TYPES", "LossSettings", "LossType", "TokenTerms", "UpdateRows", "token_weights"]
-
-
 LossSettings = Any
 """A `GRPOConfig`, or what has those of its settings that the loss reads."""
 

@@ -10,16 +10,6 @@ from torch import Tensor
 
 from verifiers.train.loss.loss_types import LOSS_TYPES, LossSettings, TokenTerms
 
-__all__ = [
-    "MeasuredLoss",
-    "importance_weights",
-    "kl_terms",
-    "measure_mismatch",
-    "policy_loss",
-    "policy_ratios",
-    "token_terms",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLoss:

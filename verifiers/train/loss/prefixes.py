@@ -24,8 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-__all__ = ["LEAST_SAVED", "SHARED_ROWS", "SharedRows", "can_share", "share_prefixes", "whole_rows"]
-
 LEAST_SAVED = 0.2
 """Share of a micro-batch's tokens, padding included, from which fewer tokens outweigh more calls of attention."""
 

@@ -16,8 +16,6 @@ from verifiers.errors import NotFiniteError
 from verifiers.train.loss.policy_loss import MeasuredLoss
 from verifiers.train.processes.distributed import Ranks
 
-__all__ = ["EntropyBonus", "FiniteUpdates", "LossMetrics", "micro_step_loss", "scale_gradients"]
-
 logger = logging.getLogger("verifiers.train")
 
 _MOST_IN_A_ROW = 3

@@ -25,17 +25,11 @@ from typing import Any, NamedTuple, TypeVar
 from verifiers.errors import RankError
 from verifiers.interrupt import EndedBySignal, Termination, ended_by_signals, handlers
 
-__all__ = ["Ranks", "end_together", "ended_if_stuck", "recorded"]
-
 T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of a run, as the trainer's parts use them; every rank has one and calls it in the same order.
-
-    Args:
-        state: accelerate's `Accelerator` or `PartialState`.
-    """
+    """The processes of a run, as the trainer's parts use them; every rank has one and calls it in the same order."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -162,8 +156,6 @@ def end_together(
     with the same text, and the launcher ends the rest.
 
     Args:
-        work: the part of this rank.
-        close: gives back what this rank holds.
         monitored: makes a context that is left after `close`, with what ended the run.
 
     Raises:
@@ -278,9 +270,6 @@ _run_number = itertools.count()
 
 class _FirstFailure:
     """The first failure of a run, kept in the store at which torch's ranks met, so that rank 0 can name it.
-
-    Args:
-        rank: the rank of this process.
 
     Attributes:
         is_unexplained: another rank has gone and left no error behind.

@@ -17,8 +17,6 @@ from typing import IO
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.installation import SERVERS, install_hint
 
-__all__ = ["installed_servers", "launched_server", "share_cores"]
-
 _END_S = 15.0
 """Longer than a server takes to end what it started itself."""
 

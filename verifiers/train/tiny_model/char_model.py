@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-__all__ = ["CHARACTERS", "CHAT_TEMPLATE", "make_model", "make_network", "make_tokenizer"]
-
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 """Every character that is a token of its own: printable ASCII and newline."""
 

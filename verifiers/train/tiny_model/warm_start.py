@@ -25,8 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 
 from verifiers.train.tiny_model.char_model import make_model
 
-__all__ = ["WarmStartResult", "greedy_answers", "make_tiny_model", "spelling_pairs", "warm_start"]
-
 Question = str | Sequence[Mapping[str, Any]]
 """A user's message, or a conversation that ends before an answer of the model."""
 
@@ -43,7 +41,6 @@ class WarmStartResult:
     Attributes:
         accuracy: greedy exact match on the eval pairs, 0 .. 1.
         steps: supervised optimizer steps, those taken back included.
-        seconds: wall clock.
     """
 
     accuracy: float

@@ -29,9 +29,7 @@ class Capabilities:
         software: "vLLM", or None.
         max_model_len: longest prompt and completion together, in tokens.
         log_probs_mode: vLLM's; "processed_logprobs" is what training needs.
-        sample_ids: the ids that its tokenizer gives for `SAMPLE_TEXT`.
         max_lora_rank: largest rank of an adapter; 0 where adapters are off.
-        dtype: of its weights, such as "bfloat16".
         transfer_backend: of vLLM's weight transfer, such as "nccl"; "" where it is off.
         loads_adapters: the route for adapters is there.
     """

@@ -18,9 +18,7 @@ class InProcessSync(WeightSync):
     parameter; between pushes its logits do not move.
 
     Args:
-        policy: the trained model, unwrapped.
         device: where the copy lives, such as "cuda:1" or "cpu".
-        slots: most sequences generated at once.
         threads: CPU threads of torch that generate; None leaves torch's choice.
         cuda_graphs: replay passes of one token a sequence as CUDA graphs.
     """

@@ -34,11 +34,7 @@ _MOST_TRANSFERS = 64
 
 
 class NcclGroup:
-    """Rank 0, with the NCCL that torch brings, of a group whose other ranks are one server's workers.
-
-    Args:
-        device: such as "cuda:0"; the trainer's.
-    """
+    """Rank 0, with the NCCL that torch brings, of a group whose other ranks are one server's workers."""
 
     def __init__(self, device: str) -> None:
         import torch

@@ -95,9 +95,7 @@ class ServerSync(WeightSync):
     """A kind that pushes to servers through a `ServerPool`.
 
     Args:
-        base_url: of the rollout server, or of several.
         timeout_s: deadline for one push, in seconds; a single server may be restarted within it.
-        api_key: bearer token of the servers' routes.
     """
 
     kind: str

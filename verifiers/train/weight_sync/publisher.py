@@ -30,11 +30,7 @@ _DESCRIBE_S = 600.0
 
 
 def default_weight_sync(args: GRPOConfig, servers: Sequence[Backend], policy: Any, tokenizer: Any) -> WeightSync:
-    """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped.
-
-    Raises:
-        ConfigError: the servers have different API keys.
-    """
+    """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped."""
     if args.rollout_device is not None:
         return InProcessSync(
             policy,
@@ -228,7 +224,6 @@ class WeightPublisher:
         """Push the present weights and check by log-probs that the servers sample from them, where that is due.
 
         Args:
-            version: the optimizer step of the weights.
             may_check_meanwhile: answers to a check may come while the trainer computes; `finish_check` judges them.
 
         Raises:

@@ -76,6 +76,13 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
         {"stream": "yes"},
         {"unheard_of": 1},
         {"presence_penalty": 0.5},
+        {"frequency_penalty": -1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 10}},
+        {"min_tokens": 3},
+        {"echo": True},
+        {"guided_json": {}},
+        {"prompt_logprobs": 1},
         {"messages": []},
         {"messages": "hello"},
         {"messages": [{"role": "critic", "content": "a"}]},
@@ -83,7 +90,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
         {"tools": [{"type": "function"}]},
         {"chat_template_kwargs": {"tokenize": False}},
         {"tool_choice": "always"},
-        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "grammar"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "no schema"}}},
         {"max_tokens": 0, "max_completion_tokens": 4},
     )
@@ -120,6 +127,9 @@ async def test_what_the_schema_allows_is_taken_and_what_it_forbids_is_refused(st
             if not allowed and name == "ChatRequest":
                 assert answer["error"]["type"] == "invalid_request_error"
                 assert any(field in answer["error"]["message"] for field in fields)
+    # the schema does not say that this needs tools
+    status, answer = await server.post("/v1/chat/completions", {**CHAT, "tool_choice": "required"})
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
 
 
 async def test_with_a_key_the_description_asks_for_it_and_says_so(start: Any) -> None:

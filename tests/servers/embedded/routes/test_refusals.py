@@ -4,30 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-UNSUPPORTED = {
-    "tool_choice": "required",
-    "response_format": {"type": "grammar"},
-    "logit_bias": {"5": 10},
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
-    "repetition_penalty": 1.1,
-    "min_tokens": 3,
-    "echo": True,
-    "guided_json": {},
-    "prompt_logprobs": 1,
-}
-
-
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-async def test_a_field_that_would_change_the_result_is_refused(start: Any, name: str) -> None:
-    server = await start()
-    status, error = await server.refused(**{name: UNSUPPORTED[name]})
-    assert status == 400
-    assert error["param"] == name
-    assert name in error["message"]
-
 
 async def test_numbers_beyond_any_float_neither_crash_nor_pass(start: Any) -> None:
     server = await start()
