@@ -136,6 +136,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/padding.py
 	$(BIN)/python benchmarks/prefixes.py
 	$(BIN)/python benchmarks/log_probs.py
+	$(BIN)/python benchmarks/objectives.py
 	$(BIN)/python benchmarks/trl.py
 	$(BIN)/python benchmarks/real_model.py
 
