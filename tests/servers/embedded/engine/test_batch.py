@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 from sequences import sequence
 from verifiers_embedded.engine import batch as batch_module
 from verifiers_embedded.engine.batch import ActiveBatch
-from verifiers_embedded.engine.loading import check_cache
+from verifiers_embedded.engine.loading import check_cache, load_model
 from verifiers_embedded.errors import StartError
 
 TINY = {
@@ -89,13 +90,28 @@ def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_di
 def test_common_kinds_of_model_are_served_exactly(config: Any) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert check_cache(model, 64) == 2 * 2 * 2 * 16 * 4
+    assert check_cache(model, 64) == (2 * 2 * 2 * 16 * 4, 0)
 
 
-def test_a_model_with_recurrent_layers_is_refused_by_name() -> None:
-    config = transformers.MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)
-    with pytest.raises(StartError, match=r"mamba.*linear_attention"):
-        check_cache(transformers.AutoModelForCausalLM.from_config(config), 64)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.FalconH1Config(), "falcon_h1.*hybrid"),
+        (transformers.DeepseekV32Config(), "deepseek_v32.*indexed_attention"),
+        (transformers.MambaConfig(), "mamba.*position_ids"),
+        (transformers.T5Config(), "t5.*encoder"),
+        (transformers.ViTConfig(), "vit.*does not generate text"),
+    ],
+    ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
+)
+def test_a_model_that_cannot_be_served_is_refused_by_name_before_its_weights_are_read(
+    config: Any, reason: str, model_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(StartError, match=reason):
+        load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
 
 
 def test_a_model_whose_cached_logits_differ_is_not_served(model_dir: Path, reference: Any) -> None:
