@@ -1,4 +1,4 @@
-"""Configs of the model families, each of some 0.1 million random parameters: transformers' own classes, small sizes."""
+"""Configs of the model families: transformers' own classes, of some 0.1 million parameters each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _DENSE: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
 }
 _NO_HEAD_DIM = {name: value for name, value in _DENSE.items() if name != "head_dim"}
-_HYBRID = {**_DENSE, "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_HYBRID = {
+    **_DENSE,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 _GATED_DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -117,8 +121,20 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "Gemma 3": lambda ids: hf.Gemma3Config(
         text_config={**_DENSE, **_WINDOWS, **ids}, vision_config=_SIGLIP, mm_tokens_per_image=4
     ),
-    "Gemma 3 text": lambda ids: hf.Gemma3TextConfig(**_DENSE, **_WINDOWS, **ids),
-    "Gemma 4": lambda ids: hf.Gemma4TextConfig(**_DENSE, **_WINDOWS, global_head_dim=16, **ids),
+    "Gemma 3 1B": lambda ids: hf.Gemma3TextConfig(**_DENSE, **_WINDOWS, **ids),
+    "Gemma 4": lambda ids: hf.Gemma4Config(
+        text_config={
+            **{**_DENSE, "num_hidden_layers": 4},
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": ids["vocab_size"],
+            **ids,
+        },
+        vision_config={**_SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
     "Gemma 3n": lambda ids: hf.Gemma3nTextConfig(
         **{**_DENSE, "num_hidden_layers": 4, "intermediate_size": [64] * 4},
         sliding_window=8,
@@ -132,32 +148,62 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         **ids,
     ),
     "gpt-oss": lambda ids: hf.GptOssConfig(
-        **_DENSE, **_WINDOWS, num_local_experts=4, num_experts_per_tok=2, rope_parameters={
-            "rope_type": "default", "rope_theta": 10_000.0}, **ids
+        **_DENSE,
+        **_WINDOWS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        **ids,
     ),
     "GLM 4": lambda ids: hf.Glm4Config(**_DENSE, **ids),
     "GLM 4.5 MoE": lambda ids: hf.Glm4MoeConfig(**_DENSE, **_ROUTED, **ids),
     "DeepSeek V3": lambda ids: hf.DeepseekV3Config(**_latent(), **_ROUTED, **ids),
     "MiniMax M2": lambda ids: hf.MiniMaxM2Config(**_DENSE, num_local_experts=4, num_experts_per_tok=2, **ids),
     "Granite 4": lambda ids: hf.GraniteMoeHybridConfig(
-        **{**_NO_HEAD_DIM, "num_hidden_layers": 3}, layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_local_experts=0, shared_intermediate_size=64, **_mamba2(), **ids
+        **{**_NO_HEAD_DIM, "num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=64,
+        **_mamba2(),
+        **ids,
     ),
     "LFM2": lambda ids: hf.Lfm2Config(
-        **{**_NO_HEAD_DIM, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"],
-        block_multiple_of=16, **ids
+        **{**_NO_HEAD_DIM, "num_hidden_layers": 3},
+        layer_types=["conv", "full_attention", "conv"],
+        block_multiple_of=16,
+        **ids,
     ),
     "Nemotron-H": lambda ids: hf.NemotronHConfig(
-        **{**_DENSE, "num_hidden_layers": 4}, layers_block_type=["linear_attention", "full_attention", "mlp", "moe"],
-        mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1,
-        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, moe_shared_expert_intermediate_size=24, **ids
+        **{**_DENSE, "num_hidden_layers": 4},
+        layers_block_type=["linear_attention", "full_attention", "mlp", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+        **ids,
     ),
     "Ministral 3": lambda ids: hf.Mistral3Config(
-        text_config=hf.Ministral3Config(**_DENSE, rope_parameters={"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
-            "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}, **ids),
+        text_config=hf.Ministral3Config(
+            **_DENSE,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            **ids,
+        ),
         vision_config={**_SIGLIP, "head_dim": 8, "model_type": "pixtral"},
     ),
-    "Mistral": lambda ids: hf.MistralConfig(**_DENSE, sliding_window=None, **ids),
     "Falcon-H1": lambda ids: hf.FalconH1Config(**_DENSE, **_mamba2(), mamba_d_ssm=96, **ids),
     "DeepSeek V3.2": lambda ids: hf.DeepseekV32Config(**_latent(), **_ROUTED, **ids),
 }

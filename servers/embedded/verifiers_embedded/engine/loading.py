@@ -72,12 +72,10 @@ def text_model_class(config: Any) -> Any:
         (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
     ):
         if type(config) in mapping:
-            takes = inspect.signature(mapping[type(config)].forward).parameters
-            lacking = [name for name in ("position_ids", "attention_mask", "use_cache") if name not in takes]
-            if lacking:
+            if "position_ids" not in inspect.signature(mapping[type(config)].forward).parameters:
                 raise StartError(
-                    f"model type {config.model_type!r} takes no {' and no '.join(lacking)}, so this server cannot "
-                    "run several sequences of it at once; serve it with vLLM"
+                    f"model type {config.model_type!r} takes no position_ids, so this server cannot run sequences of "
+                    "different lengths of it at once; serve it with vLLM"
                 )
             return kind
     raise StartError(f"model type {config.model_type!r} does not generate text; serve a causal language model")
