@@ -1,4 +1,4 @@
-"""What the table says of a family, each as a check: it returns where the family keeps the promise, and raises if not."""
+"""What the table says of a family, each as a check, which raises where the family does not keep it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "Gemma 3 1B": lambda ids: hf.Gemma3TextConfig(**_DENSE, **_WINDOWS, **ids),
     "Gemma 4": lambda ids: hf.Gemma4Config(
         text_config={
-            **{**_DENSE, "num_hidden_layers": 4},
+            **_DENSE,
+            "num_hidden_layers": 4,
             "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "global_head_dim": 16,

@@ -1,4 +1,4 @@
-"""The model families of the table, each written to disk as a checkpoint: random weights, its own tokens and template."""
+"""The model families of the table, each written to disk as a checkpoint with its own tokens and template."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ _FORMATS: dict[str, Format] = {
 """Formats of conversations; that of the others is ChatML with the calls of Hermes, which many of them have, or their
 own, which the embedded server does not read (`_UNREAD`)."""
 
-_UNREAD = frozenset({"DeepSeek V3", "DeepSeek V3.2", "MiniMax M2", "LFM2", "Gemma 3", "Gemma 3 1B", "Gemma 3n", "SmolVLM"})
+_UNREAD = frozenset(
+    {"DeepSeek V3", "DeepSeek V3.2", "MiniMax M2", "LFM2", "Gemma 3", "Gemma 3 1B", "Gemma 3n", "SmolVLM"}
+)
 """Families whose models write calls in a format that is not read here, or were not taught to call tools."""
 
 

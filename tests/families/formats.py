@@ -1,7 +1,7 @@
 """Chat formats of the model families: their special tokens, and templates in our own words that print the same.
 
-Each template renders a conversation so that more turns extend it, shows tools, and prints calls as the family's models
-write them. `CALL` is what such a model samples for one call; `THOUGHT` for a thought with an answer.
+Each template renders a conversation so that more turns extend it, shows tools, and prints calls as the family's
+models write them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _HERMES_CALL = (
-    "{{ '<tool_call>\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' + " + _ARGUMENTS + " + '}\n</tool_call>' }}"
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' + '
+    + _ARGUMENTS
+    + " + '}\n</tool_call>' }}"
 )
 _CODER_CALL = (
     "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
@@ -66,22 +68,27 @@ _GEMMA4 = (
     "{{ bos_token }}{% if tools %}{{ '<|turn>system\n<|tool>' + (tools | tojson) + '<tool|><turn|>\n' }}{% endif %}"
     "{% for message in messages %}{% if message.role == 'tool' %}"
     "{{ 'response:' + (message.name or 'f') + '{value:<|\"|>' + message.content + '<|\"|>}<tool_response|>' }}"
-    "{% else %}{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' + (message.content or '') }}"
-    "{% if message.tool_calls %}{% for call in message.tool_calls %}{{ '<|tool_call>call:' + call.function.name + '{' }}"
+    "{% else %}{% if not loop.previtem or loop.previtem.role != 'tool' %}"
+    "{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}{% endif %}"
+    "{{ message.content or '' }}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "{{ '<|tool_call>call:' + call.function.name + '{' }}"
     "{% for key, value in call.function.arguments.items() %}"
-    "{{ key + ':' + ('<|\"|>' + value + '<|\"|>' if value is string else value | tojson) + (',' if not loop.last else '') }}"
+    "{{ key + ':' + ('<|\"|>' + value + '<|\"|>' if value is string else value | tojson) }}"
+    "{{ ',' if not loop.last else '' }}"
     "{% endfor %}{{ '}<tool_call|>' }}{% endfor %}{{ '<|tool_response>' }}{% else %}{{ '<turn|>\n' }}{% endif %}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>model\n' }}{% endif %}"
     "{# thoughts stand in <|channel>thought and <channel|> #}"
 )
 _LLAMA3 = (
-    "{{ bos_token }}{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\n\n' + (tools | tojson) + '<|eot_id|>' }}"
-    "{# {\"name\": ..., \"parameters\": ...} #}{% endif %}"
+    "{{ bos_token }}{% if tools %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\n' + (tools | tojson) + '<|eot_id|>' }}"
+    '{# {"name": ..., "parameters": ...} #}{% endif %}'
     "{% for message in messages %}"
     "{{ '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\n\n' }}"
     "{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
-    "{{ '{\"name\": \"' + call.function.name + '\", \"parameters\": ' + " + _ARGUMENTS + " + '}' }}{% endfor %}"
+    '{{ \'{"name": "\' + call.function.name + \'", "parameters": \' + ' + _ARGUMENTS + " + '}' }}{% endfor %}"
     "{{ '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -89,7 +96,9 @@ _PHI4 = (
     "{% if tools %}{{ '<|system|><|tool|>' + (tools | tojson) + '<|/tool|><|end|>' }}{% endif %}"
     "{% for message in messages %}{{ '<|' + message.role + '|>' + (message.content or '') }}"
     "{% for call in message.tool_calls or [] %}"
-    "{{ '<|tool_call|>[{\"name\": \"' + call.function.name + '\", \"arguments\": ' + " + _ARGUMENTS + " + '}]<|/tool_call|>' }}"
+    '{{ \'<|tool_call|>[{"name": "\' + call.function.name + \'", "arguments": \' + '
+    + _ARGUMENTS
+    + " + '}]<|/tool_call|>' }}"
     "{% endfor %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 _GLM4 = (
@@ -97,7 +106,9 @@ _GLM4 = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' and message.tool_calls %}{{ '<|assistant|>\n' + (message.content or '') }}"
     "{% for call in message.tool_calls %}"
-    "{{ ('<|assistant|>' if message.content or not loop.first else '') + call.function.name + '\n' + " + _ARGUMENTS + " }}"
+    "{{ ('<|assistant|>' if message.content or not loop.first else '') + call.function.name + '\n' + "
+    + _ARGUMENTS
+    + " }}"
     "{% endfor %}{% elif message.role == 'tool' %}{{ '<|observation|>\n' + message.content }}"
     "{% else %}{{ '<|' + message.role + '|>\n' + (message.content or '') }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -118,16 +129,19 @@ _HARMONY = (
     "{% elif message.role == 'assistant' %}{% if message.content or not message.tool_calls %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + (message.content or '') + '<|end|>' }}{% endif %}"
     "{% for call in message.tool_calls or [] %}"
-    "{{ '<|start|>assistant<|channel|>commentary to=functions.' + call.function.name + ' <|constrain|>json<|message|>' }}"
-    "{{ " + _ARGUMENTS + " + '<|call|>' }}{% endfor %}"
+    "{{ '<|start|>assistant<|channel|>commentary to=functions.' + call.function.name }}"
+    "{{ ' <|constrain|>json<|message|>' + " + _ARGUMENTS + " + '<|call|>' }}{% endfor %}"
     "{% else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 _MISTRAL = (
     "{{ bos_token }}{% if tools %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
     "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content or '' }}"
-    "{% for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + " + _ARGUMENTS + " }}"
-    "{% endfor %}{{ eos_token }}{% elif message.role == 'tool' %}{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}"
+    "{% for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + "
+    + _ARGUMENTS
+    + " }}"
+    "{% endfor %}{{ eos_token }}{% elif message.role == 'tool' %}"
+    "{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}"
     "{% else %}{{ '[INST]' + message.content + '[/INST]' }}{% endif %}{% endfor %}"
 )
 
@@ -157,7 +171,16 @@ LLAMA3 = Format(
     "llama3_json",
 )
 PHI4 = Format(
-    ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"),
+    (
+        "<|end|>",
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|tool|>",
+        "<|/tool|>",
+        "<|tool_call|>",
+        "<|/tool_call|>",
+    ),
     _PHI4,
     f"<|tool_call|>[{_JSON_CALL}]<|/tool_call|>",
     "phi4_mini_json",
@@ -201,8 +224,10 @@ HARMONY = Format(
     thought="<|channel|>analysis<|message|>it is<|end|><|start|>assistant<|channel|>final<|message|>noon",
 )
 MISTRAL = Format(
-    ("</s>", "<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]")
-    + ("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    (
+        *("</s>", "<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]"),
+        *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    ),
     _MISTRAL,
     '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}',
     "mistral",

@@ -18,28 +18,28 @@ PAGE = TABLE.with_suffix(".md")
 
 _HEAD = """# Models
 
-Families that are tried at every change, each as a checkpoint of some 0.1 million random parameters with the family's own
-layers, special tokens and chat format (`make test-families`; the table as JSON is [models.json](models.json)). What holds
-for such a model holds for a large one of the same type as far as names, layouts, caches and formats go; not for its speed.
+Families that are tried at every change, each as a checkpoint of some 0.1 million random parameters with the family's
+own layers, special tokens and chat format (`make test-families`; as JSON: [models.json](models.json)). What holds for
+such a model holds for a large one of its type as far as names, layouts, caches and formats go, not for speed.
 
 {table}
 
-- **embedded**: the [embedded server](embedded-server.md) loads it and samples the same tokens alone and in a batch; their
-  log-probs are those of transformers' own forward pass within 1e-4, also behind turns that were kept. Of multimodal
-  checkpoints the text side is served, without the tower; images are not trained. "refused": before anything is loaded, by
-  the model type and the kind of its layers.
-- **pushes**: weights under the names that the trainer has arrive through a directory, also where a checkpoint's names are
-  others (fused experts, prefixes), and agree as above.
-- **LoRA**: an adapter on all linear layers is merged for a push (`out_proj` of Mamba layers left out, as PEFT wants).
-- **trains**: two steps of dialogues with three turns, the server in the trainer's process: the trainer's log-probs are the
-  sampler's within 1e-4 after each push, and the final model is loaded by the embedded server and by transformers.
+- **embedded**: the [embedded server](embedded-server.md) loads it and samples the same tokens alone and in a batch;
+  their log-probs are those of transformers' own forward pass within 1e-4, also behind turns that were kept. Of
+  multimodal checkpoints the text side is served, without the tower; images are not trained. "refused": before
+  anything is loaded, by the model type and the kind of its layers.
+- **pushes**: weights arrive through a directory, also where a checkpoint's names are not those in memory (fused
+  experts, prefixes), and agree as above.
+- **LoRA**: an adapter on all linear layers is merged for a push; PEFT takes none on Mamba's `out_proj`.
+- **trains**: two steps of dialogues with three turns, the server in the trainer's process: the trainer's log-probs
+  are the sampler's within 1e-4 after each push; the embedded server and transformers load the final model.
 - **resume**: a resumed run has the weights that were saved, to the last bit.
 - **tools**: calls are read in the format that the family's models write, and its chat template prints them again.
-- **reasoning**: what is thought is told apart from the answer (`--reasoning-parser think`; for gpt-oss always).
+- **reasoning**: thoughts are told apart from the answer (`--reasoning-parser think`; for gpt-oss always).
 
-Layers with a state (Qwen 3.5, Qwen3-Next, Granite 4, LFM2, Nemotron-H) keep one a sequence, whatever its length. It cannot
-be cut back, so a prompt goes on from a kept turn only where it begins with all of it, as turns by token ids do; and
-`--cuda-graphs` is refused for them.
+Layers with a state (Qwen 3.5, Qwen3-Next, Granite 4, LFM2, Nemotron-H) keep one a sequence, whatever its length. A
+state cannot be cut back, so a prompt goes on from a kept turn only where it begins with all of it, as turns by token
+ids do; and `--cuda-graphs` is refused for such models.
 """
 
 _TITLES = {"lora": "LoRA"}

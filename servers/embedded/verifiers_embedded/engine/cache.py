@@ -161,8 +161,9 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
 
     def present(self, stored: torch.Tensor | None) -> torch.Tensor | None:
         """Return the states that the pass goes on from; None where it begins with whole prompts."""
-        is_new = stored is None or self._writes.state_source is not None
-        return None if is_new else stored[self._writes.state_rows]
+        if stored is None or self._writes.state_source is not None:
+            return None
+        return stored[self._writes.state_rows]
 
     @property
     def present_conv(self) -> torch.Tensor | None:
@@ -342,13 +343,15 @@ class SlotCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the last inputs of a convolution; None where the pass begins with whole prompts."""
-        layer: _StateLayer = self.layers[layer_idx]
-        return layer.present_conv
+        layer: Any = self.layers[layer_idx]
+        state: torch.Tensor | None = layer.present_conv
+        return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state of a recurrence; None where the pass begins with whole prompts."""
-        layer: _StateLayer = self.layers[layer_idx]
-        return layer.present_recurrent
+        layer: Any = self.layers[layer_idx]
+        state: torch.Tensor | None = layer.present_recurrent
+        return state
 
     def begin_rows(self, rows: list[int], device: torch.device) -> None:
         """Set the states of rows to those before a first token: nothing is computed before their next pass."""

@@ -67,10 +67,11 @@ def text_model_class(config: Any) -> Any:
 
     layer_kinds(config)
 
-    for mapping, kind in (
+    makers: tuple[tuple[Any, Any], ...] = (
         (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
         (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
-    ):
+    )
+    for mapping, kind in makers:
         if type(config) in mapping:
             if "position_ids" not in inspect.signature(mapping[type(config)].forward).parameters:
                 raise StartError(

@@ -136,7 +136,9 @@ def parse_harmony(text: str, parameters: Parameters) -> Answer:
     """
     if "<|message|>" not in text:
         return Answer(text)
-    content, reasoning, calls = [], [], []
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls = []
     for message in text.split("<|start|>assistant"):
         header, _, rest = message.partition("<|message|>")
         body = _HARMONY_END.split(rest)[0]
@@ -309,10 +311,9 @@ def _python_value(node: ast.expr) -> Any:
         return _JSON_NAMES[node.id]
     if isinstance(node, ast.List):
         return [_python_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict) and all(node.keys):
-        return {
-            ast.literal_eval(key): _python_value(value) for key, value in zip(node.keys, node.values, strict=True)
-        }
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): _python_value(value) for key, value in pairs if key is not None}
     return ast.literal_eval(node)
 
 
