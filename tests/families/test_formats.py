@@ -74,7 +74,7 @@ async def test_no_dialogue_forks_by_token_ids(family: Family) -> None:
         assert tokenizer.decode(printed) == tokenizer.decode(text.render(messages, {}, TOOLS))
 
 
-@pytest.mark.parametrize("family", filter(lambda one: one.calls_are_read, ONE_OF_EACH), ids=lambda one: one.name)
+@pytest.mark.parametrize("family", [one for one in ONE_OF_EACH if one.calls_are_read], ids=lambda one: one.name)
 def test_calls_and_reasoning_are_read(family: Family, tmp_path: Path) -> None:
     check_tools(family, tmp_path)
     check_reasoning(family, tmp_path)
