@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from families import Family
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.generation import Generation, GenerationRequest
@@ -24,7 +24,7 @@ from verifiers_embedded.engine.weights import match_weights, read_weights
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.text.prompts import ChatText
 
-from verifiers.train.weight_sync.protocol import policy_tensors
+from verifiers.train.weight_sync.protocol import checkpoint_tensors, policy_tensors
 
 TOLERANCE = 1e-4
 """Nats by which two log-probs of a token may differ."""
@@ -141,7 +141,10 @@ def nudged(model: Any, seed: int, only: str = "") -> Any:
 def push(engine: Engine, loaded: LoadedModel, model: Any, directory: Path) -> None:
     directory.mkdir()
     with policy_tensors(model) as tensors:
-        save_file({name: one.contiguous() for name, one in tensors.items()}, directory / "model.safetensors")
+        pushed = {name: one.clone() for name, one in checkpoint_tensors(model, tensors).items()}
+    # what servers know the names of
+    assert pushed.keys() == load_file(directory.parent / "model.safetensors").keys()
+    save_file(pushed, directory / "model.safetensors")
     engine.reload(match_weights(loaded.model, read_weights(directory))).result(60)
 
 
@@ -172,12 +175,17 @@ def train(directory: Path, steps: int, *, resume: bool) -> tuple[Any, Snapshots]
 
 def check_trains(family: Family, directory: Path) -> None:
     """Train two steps: the trainer's log-probs are the sampler's, after each push, and the final model is served."""
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (directory / name).write_text('{"of": "the family"}')
     trainer, _ = train(directory, 2, resume=False)
     assert trainer.state.global_step == 2
     assert trainer.largest_difference() < TOLERANCE
     assert max(trainer.logged("sampling/probe_difference")) < TOLERANCE
     trainer.save_model()
     final = directory / "run"
+    assert {path.name for path in directory.glob("*.json*")} <= {path.name for path in final.iterdir()}
+    assert (final / "chat_template.jinja").read_text() == (directory / "chat_template.jinja").read_text()
+    assert load_file(final / "model.safetensors").keys() == load_file(directory / "model.safetensors").keys()
     served = load_model(final, device="cpu", dtype="float32", max_model_len=256)
     prompts = prompts_of(served.vocab_size)
     with engine_of(served) as engine:
