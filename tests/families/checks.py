@@ -210,7 +210,7 @@ def check_tools(family: Family, directory: Path) -> None:
     format_ = family.format
     assert text.tool_format == format_.tool_format
     sampled = ids(format_.call + (format_.call_ends or format_.special[0]), add_special_tokens=False)
-    (call,) = text.read(sampled, (), [3], TOOLS).calls
+    (call,) = text.read(text.decode_with_marks(sampled), text.decode(sampled), [3], TOOLS).calls
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris", "days": 2})
     called = {"id": "abcdefghi", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
     asked = {"role": "user", "content": "how will it be?"}
@@ -231,7 +231,7 @@ def check_reasoning(family: Family, directory: Path) -> None:
     """Tell a thought from the answer behind it."""
     text, format_ = chat_text(family), family.format
     sampled = family.tokenizer().encode(format_.thought + format_.special[0], add_special_tokens=False)
-    answer = text.read(sampled, (), [3], [])
+    answer = text.read(text.decode_with_marks(sampled), text.decode(sampled), [3], [])
     assert (answer.reasoning, answer.content) == ("it is", "noon")
 
 

@@ -94,7 +94,11 @@ def chat_message(
     request: ChatRequest, prompt_ids: list[int], generation: Generation, text: ChatText
 ) -> dict[str, Any]:
     """Return the assistant's message: content, and apart from it reasoning and, with tools in the request, calls."""
-    answer = text.read(generation.token_ids, request.stop_strings, prompt_ids, request.shown_tools)
+    ids = generation.token_ids
+    said = marked = cut_at_stop(text.decode(ids), request.stop_strings)
+    if request.shown_tools or text.reads_whole:
+        marked = cut_at_stop(text.decode_with_marks(ids), request.stop_strings)
+    answer = text.read(marked, said, prompt_ids, request.shown_tools)
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning

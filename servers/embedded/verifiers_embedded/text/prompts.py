@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from verifiers_embedded.engine.stopping import cut_at_stop
 from verifiers_embedded.errors import ApiError, StartError
 from verifiers_embedded.text.tool_calls import (
     FORMATS,
@@ -169,12 +168,12 @@ class ChatText:
             return ("",)
         return ("<tool_call>", "\n<tool_call>") if self.tool_format else ()
 
-    def read(
-        self, ids: Sequence[int], stop: Sequence[str], prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]
-    ) -> Answer:
-        """Return a completion up to a stop string as content, reasoning, and calls of tools where there are any."""
-        said = cut_at_stop(self.decode(ids), stop)
-        marked = cut_at_stop(self.decode_with_marks(ids), stop) if tools or self.reads_whole else said
+    def read(self, marked: str, said: str, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> Answer:
+        """Return a completion as content, reasoning, and calls of tools where there are any.
+
+        Args:
+            marked: its text with the marks that are special tokens, `said` without.
+        """
         if self.tool_format == HARMONY:
             answer = FORMATS[HARMONY](marked, {})
             # a message to a function that there is not is no call
