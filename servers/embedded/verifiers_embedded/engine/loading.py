@@ -43,19 +43,12 @@ class LoadedModel:
     """Memory of the recurrent and convolutional states of one sequence, however long it is."""
 
     def cache_tokens_beside(self, slots: int) -> int:
-        """Return how many tokens' keys and values have room beside the states of so many sequences.
+        """Return how many tokens' keys and values may be held beside the states of so many sequences.
 
-        Raises StartError where the longest sequence has none.
+        At least those of the longest sequence, which may come alone.
         """
-        tokens = self.cache_tokens - -(-slots * self.state_bytes // self.cache_bytes_per_token)
-        if tokens < self.max_model_len:
-            raise StartError(
-                f"the states of {slots} sequences take {slots * self.state_bytes / 2**20:,.1f} MiB, which leaves no "
-                f"room for the keys and values of {self.max_model_len} tokens; give a smaller "
-                "--rollout-chunk-size, a shorter --max-model-len or a larger --kv-cache-mib",
-                1,
-            )
-        return tokens
+        states = -(-slots * self.state_bytes // self.cache_bytes_per_token)
+        return max(self.cache_tokens - states, self.max_model_len)
 
 
 def text_model_class(config: Any) -> Any:
@@ -66,7 +59,6 @@ def text_model_class(config: Any) -> Any:
     import transformers
 
     layer_kinds(config)
-
     makers: tuple[tuple[Any, Any], ...] = (
         (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
         (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
