@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # pip compiles on one core; in the venvs beside ours a module is compiled when it is imported
 export PIP_COMPILE ?= 0
 
-.PHONY: help install demo demo-tiny test test-slow test-clients test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
+.PHONY: help install demo demo-tiny test test-slow test-clients test-families test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
 
 help:
 	@echo "make demo        train a real language model on this machine (five minutes; MODEL= names another)"
@@ -30,6 +30,7 @@ help:
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks and kills"
 	@echo "make test-clients  other people's clients against the embedded server"
+	@echo "make test-families  every model family, small: embedded server, pushes, training, tools (8 minutes at most)"
 	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 8 minutes)"
 	@echo "make test-deepspeed  ZeRO-2 and ZeRO-3 on two CPU processes (a C++ compiler; about 2 minutes)"
 	@echo "make dist        wheels of verifiers and its servers, into dist/"
@@ -60,7 +61,10 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal --ignore tests/clients --ignore tests/vllm
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal --ignore tests/clients --ignore tests/vllm --ignore tests/families
+
+test-families: $(INSTALLED)
+	$(BIN)/python -m pytest tests/families -n 2 --dist worksteal
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/clients

@@ -41,6 +41,18 @@ def groups_results(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
     return keeps(turns, tools)
 
 
+CALLED = 0xE010
+
+
+def ends_calls_otherwise(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+    """End a turn with calls by another mark than others, and show a result with the mark of other turns behind it."""
+    text = keeps([], tools).partition(f"{chr(0xE000)}assistant")[0]
+    for message in messages:
+        whole = keeps([message], None).removesuffix(f"{chr(0xE000)}assistant\n")
+        text += whole.removesuffix(f"{chr(END)}\n") + chr(CALLED) if message.get("tool_calls") else whole
+    return text + f"{chr(0xE000)}assistant\n"
+
+
 def lines(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
     """Has no mark for the end of a turn but the line's end."""
     return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
@@ -67,7 +79,7 @@ def conversation(draw: random.Random) -> tuple[list[dict[str, Any]], dict[str, A
     return before, answer, [{"role": "tool", "tool_call_id": f"c{n}", "content": word()} for n in range(calls)]
 
 
-@pytest.mark.parametrize("template", [keeps, groups_results])
+@pytest.mark.parametrize("template", [keeps, groups_results, ends_calls_otherwise])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 async def test_what_is_held_and_the_new_turn_are_the_whole_conversation(template: Template, tools: Any) -> None:
     turns = renderer(template)
@@ -76,9 +88,11 @@ async def test_what_is_held_and_the_new_turn_are_the_whole_conversation(template
         before, answer, new = conversation(draw)
         prompt = template(before, tools)
         whole = template([*before, answer, *new], tools)
-        said = template([*before, answer], tools)[len(prompt) :].partition(chr(END))[0]
+        end = CALLED if template is ends_calls_otherwise and "tool_calls" in answer else END
+        said = template([*before, answer], tools)[len(prompt) :].partition(chr(end))[0]
         held = [ord(letter) for letter in prompt + said]
-        for sampled in (held, [*held, END]):
+        # a turn that was cut off has no end of its own to go by
+        for sampled in ([held] if end == END else []) + [[*held, end]]:
             added = await turns.extend(sampled, answer, new, tools, {})
             assert "".join(map(chr, [*sampled, *added])) == whole
 
@@ -92,6 +106,13 @@ async def test_a_template_whose_turns_are_not_alike_everywhere_is_refused(
 ) -> None:
     with pytest.raises(CannotRenderTurnError, match=reason):
         await renderer(template, tokenize).check()
+
+
+async def test_a_turn_with_calls_whose_end_is_not_known_is_refused_and_loses_no_result() -> None:
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"id": "c0", "function": {"name": "add"}}]}
+    new = [{"role": "tool", "tool_call_id": "c0", "content": "on"}]
+    with pytest.raises(CannotRenderTurnError, match="ends turns with and without tool calls differently"):
+        await renderer(ends_calls_otherwise).extend([ord("x")], answer, new, TOOLS, {})
 
 
 async def test_a_template_that_shows_the_tools_again_is_refused_with_tools_alone() -> None:

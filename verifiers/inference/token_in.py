@@ -25,7 +25,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,9 +49,13 @@ Render = Callable[[Sequence[Message], Tools, Mapping[str, Any]], Awaitable[list[
 _FORGET_FAILURE_S = 60.0
 _ASKED: Message = {"role": "user", "content": "a"}
 _TWO_ANSWERS = ("a", "b")
+_TWO_ARGUMENTS = ("{}", '{"a":1}')
+_CALLING: Message = {"tool_calls": [{"id": "call00000", "function": {"name": "f"}}]}
+_TOLD: Message = {"role": "tool", "tool_call_id": "call00000"}
 # what an answer ends with must not change what stands behind it, as it does where a tokenizer merges the two
 _OTHER_ANSWERS = ("a.", "1)", "{}", "b\n")
 _DEPENDS = "what the template puts behind an answer depends on what is said in it or before it"
+_SHOWN_AGAIN = "the template shows the tools again with each new turn"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 _ABSENT = {
     TOKENIZE: "it has no /tokenize that takes messages",
@@ -196,6 +200,7 @@ class TurnRenderer:
     def __init__(self, render: Render) -> None:
         self.render = render
         self._end: dict[str, int] = {}
+        self._between: dict[str, list[int]] = {}
         self._tools_checked: dict[str, str | None] = {}
         # rollouts that begin together ask once
         self._checking = asyncio.Lock()
@@ -224,38 +229,55 @@ class TurnRenderer:
         end = await self._end_of_turn(options)
         if tools:
             await self._check_tools(tools, options, end)
-        ids = await self._behind(answer, new, None, options, end)
+        last = held[-1] if held else None
+        if answer.get("tool_calls"):
+            ids = await self._alike(answer, new, None, options)
+            between = await self._between_call_and_result(options)
+            # models may end such turns by a token of their own, which the policy has sampled
+            closing = end if end in between else last
+            if closing is None or closing not in between:
+                raise CannotRenderTurnError("the template ends turns with and without tool calls differently")
+            end, ids = closing, ids[ids.index(closing) :]
+        else:
+            ids = await self._behind(new, None, options, end)
         # the policy ended its turn itself: what it sampled stays as it is
-        return ids[1:] if held and held[-1] == end else ids
+        return ids[1:] if last == end else ids
 
-    async def _behind(
-        self,
-        answer: Message,
-        new: Sequence[Message],
-        tools: Tools,
-        options: Mapping[str, Any],
-        end: int | None,
+    async def _alike(
+        self, answer: Message, new: Sequence[Message], tools: Tools, options: Mapping[str, Any]
     ) -> list[int]:
-        calls = _stand_in_calls(answer)
+        """Return the ids that two conversations end with alike, whose answers, and their calls' arguments, differ."""
+        calls = [_stand_in_calls(answer, arguments) for arguments in _TWO_ARGUMENTS]
+        said = [{"content": content} for content in _TWO_ANSWERS]
+        stand_ins = [{"content": "", **call} for call in calls] if any(calls) else said
         one, two = [
-            await self.render([_ASKED, {"role": "assistant", "content": content, **calls}, *new], tools, options)
-            for content in _TWO_ANSWERS
+            await self.render([_ASKED, {"role": "assistant", **each}, *new], tools, options) for each in stand_ins
         ]
         if one == two:
             raise CannotRenderTurnError(
                 "the template leaves out the policy's newest answer, so nothing can follow it"
             )
-        from_the_end = zip(reversed(one), reversed(two), strict=False)
-        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], from_the_end))
-        ids = one[len(one) - alike :]
-        if calls and end is not None:
-            # the calls were sampled, and stand between the content and the end of the turn
-            if end not in ids:
-                raise CannotRenderTurnError("the template ends turns with and without tool calls differently")
-            ids = ids[ids.index(end) :]
+        alike = sum(1 for _ in _equal_pairs(reversed(one), reversed(two)))
+        return one[len(one) - alike :]
+
+    async def _behind(
+        self, new: Sequence[Message], tools: Tools, options: Mapping[str, Any], end: int | None
+    ) -> list[int]:
+        ids = await self._alike({}, new, tools, options)
         if not ids or (end is not None and ids[0] != end):
             raise CannotRenderTurnError(_DEPENDS)
         return ids
+
+    async def _between_call_and_result(self, options: Mapping[str, Any]) -> list[int]:
+        """Return the ids from the end of a call's arguments to its result; the end of the turn is among them."""
+        key = _key(options)
+        if key not in self._between:
+            one, two = [
+                await self._alike(_CALLING, [{**_TOLD, "content": content}], None, options)
+                for content in _TWO_ANSWERS
+            ]
+            self._between[key] = [first for first, _ in _equal_pairs(one, two)]
+        return self._between[key]
 
     async def _end_of_turn(self, options: Mapping[str, Any]) -> int:
         key = _key(options)
@@ -267,7 +289,7 @@ class TurnRenderer:
 
     async def _find_end_of_turn(self, options: Mapping[str, Any]) -> int:
         new = [{"role": "user", "content": "b"}]
-        behind = await self._behind({}, new, None, options, None)
+        behind = await self._behind(new, None, options, None)
         longer = [_ASKED, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d e"}]
         conversations = [([_ASKED], content) for content in _OTHER_ANSWERS] + [(longer, _TWO_ANSWERS[0])]
         for before, content in conversations:
@@ -291,22 +313,23 @@ class TurnRenderer:
         self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any], end: int
     ) -> str | None:
         """Return the reason why turns cannot be rendered without the tools, or None where they can."""
-        name = str(tools[0].get("function", {}).get("name", "f"))
-        tool_call = {"tool_calls": [{"id": "call00000", "function": {"name": name, "arguments": "{}"}}]}
-        told = {"role": "tool", "tool_call_id": "call00000", "content": "b"}
-        turns: tuple[tuple[Message, Message], ...] = (({}, {"role": "user", "content": "b"}), (tool_call, told))
-        for answer, new in turns:
-            try:
-                without = await self._behind(answer, [new], None, options, end)
-                if await self._behind(answer, [new], tools, options, end) != without:
-                    return "the template shows the tools again with each new turn"
-            except CannotRenderTurnError as error:
-                return str(error)
-        return None
+        said = [{"role": "user", "content": "b"}]
+        try:
+            if await self._behind(said, tools, options, end) == await self._behind(said, None, options, end):
+                told = [{**_TOLD, "content": "b"}]
+                shown = await self._alike(_CALLING, told, tools, options)
+                return None if shown == await self._alike(_CALLING, told, None, options) else _SHOWN_AGAIN
+        except CannotRenderTurnError as error:
+            return str(error)
+        return _SHOWN_AGAIN
 
 
-def _stand_in_calls(answer: Message) -> dict[str, Any]:
-    """Return the answer's tool calls with empty arguments, as tools' answers may be matched with ids and names."""
+def _equal_pairs(one: Iterable[int], other: Iterable[int]) -> Iterator[tuple[int, int]]:
+    return itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+
+
+def _stand_in_calls(answer: Message, arguments: str) -> dict[str, Any]:
+    """Return the answer's tool calls with other arguments, as tools' answers may be matched with ids and names."""
     calls = answer.get("tool_calls")
     if not calls:
         return {}
@@ -314,7 +337,7 @@ def _stand_in_calls(answer: Message) -> dict[str, Any]:
     for call in calls:
         name = str(call["function"]["name"])
         # what the policy wrote may be anything, the mark of the end of a turn too
-        function = {"name": name if _PLAIN_NAME.match(name) else "f", "arguments": "{}"}
+        function = {"name": name if _PLAIN_NAME.match(name) else "f", "arguments": arguments}
         stand_ins.append({"id": str(call["id"]), "type": "function", "function": function})
     return {"tool_calls": stand_ins}
 

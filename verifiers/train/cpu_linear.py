@@ -32,7 +32,9 @@ class _Linear(torch.nn.Linear):
         ):
             return super().forward(input)
         if torch.is_grad_enabled():
-            return _Product.apply(input, self.weight, self.bias)
+            # in two dimensions: models may change what they get in place, which torch forbids for a function's views
+            rows: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
+            return rows.view(*input.shape[:-1], self.out_features)
         return _product(input, self.weight, self.bias)
 
 
@@ -48,11 +50,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
         return (
             _product(grad, weight.t()) if needs_x else None,
-            _product(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
+            _product(grad.t(), x.t()) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
         )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,16 @@ from typing import Any
 from verifiers.errors import ConfigError, Error
 
 logger = logging.getLogger("verifiers.train")
+
+SERVER_FILES = (
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files that neither a saved model nor its tokenizer has for certain."""
 
 
 def check_model_path(name_or_path: str, *, adds_adapter: bool = False) -> None:
@@ -136,6 +147,18 @@ def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
     with raises_load_error(name_or_path):
         return AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+
+
+def copy_server_files(name_or_path: str, directory: Path) -> None:
+    """Copy what a server reads beside weights, config and tokenizer from a model's files, where it is missing."""
+    from transformers.utils import cached_file
+
+    source = os.path.expanduser(adapter_base(name_or_path) or name_or_path)
+    for name in SERVER_FILES:
+        if not (directory / name).exists():
+            # most models lack most of them
+            with contextlib.suppress(OSError):
+                shutil.copyfile(str(cached_file(source, name)), directory / name)
 
 
 def get_model_and_tokenizer(name_or_path: str, **kwargs: Any) -> tuple[Any, Any]:

@@ -44,7 +44,14 @@ from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.loss.policy_loss import policy_loss
 from verifiers.train.loss.prefixes import can_share
 from verifiers.train.loss.updates import EntropyBonus, FiniteUpdates, LossMetrics, micro_step_loss, scale_gradients
-from verifiers.train.models import check_model_path, disable_dropout, get_adapter, get_tokenizer, raises_load_error
+from verifiers.train.models import (
+    check_model_path,
+    copy_server_files,
+    disable_dropout,
+    get_adapter,
+    get_tokenizer,
+    raises_load_error,
+)
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.processes.distributed import Ranks, end_together
 from verifiers.train.run_lifecycle import RunLifecycle
@@ -482,10 +489,16 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super().push_to_hub(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as transformers does; a sharded policy is saved whole, and a disk that refuses is one sentence."""
+        """Save as transformers does, with all files that a server needs.
+
+        A sharded policy is saved whole, and a disk that refuses is one sentence.
+        """
         self.weights.require_finite("saved")
         run_dir = Path(str(self.args.output_dir))
         with raises_checkpoint_error(Path(output_dir or run_dir), run_dir):
+            if self.args.should_save and self._model_name is not None:
+                Path(output_dir or run_dir).mkdir(parents=True, exist_ok=True)
+                copy_server_files(self._model_name, Path(output_dir or run_dir))
             if _internal_call or not self.weights.is_sharded:
                 super().save_model(output_dir, _internal_call)
                 return

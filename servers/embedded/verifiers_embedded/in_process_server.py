@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verifiers.server_process import bind, url_of
-from verifiers_embedded.engine.loading import LoadedModel, prepared
+from verifiers_embedded.engine.loading import LoadedModel, drop_towers, prepared, text_model_class
 from verifiers_embedded.engine.weights import copy_weights, match_weights
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.serving import Service
@@ -32,14 +32,14 @@ def frozen_copy(
     Never a copy of a live module, which may carry hooks and patched methods that lead back to it. Without `dtype` the
     copy is equal bit for bit. Raises WeightsError for names or shapes that do not match.
     """
-    import transformers
     from transformers.initialization import no_init_weights
 
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     number = dtype or (kinds.pop() if len(kinds) == 1 else torch.float32)
     # random values would be overwritten, and take 10 s for a model of 0.6 B
     with no_init_weights():
-        model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=number)
+        model: Any = text_model_class(config).from_config(copy.deepcopy(config), dtype=number)
+    drop_towers(model)
     model.tie_weights()
     model = model.to(device).eval().requires_grad_(False)
     copy_weights(match_weights(model, dict(tensors)))

@@ -66,7 +66,7 @@ class Service:
             threads=threads,
             prefix_bytes=prefix_bytes,
             record=record,
-            cache_tokens=loaded.cache_tokens,
+            cache_tokens=loaded.cache_tokens_beside(slots),
         )
         self.api_key = api_key
         self._routes = Routes(
@@ -169,8 +169,8 @@ def _announce(service: Service, listener: socket.socket) -> None:
             file=sys.stderr,
             flush=True,
         )
-    tokens = min(service.slots * loaded.max_model_len, loaded.cache_tokens)
-    cache_mib = tokens * loaded.cache_bytes_per_token / 2**20
+    tokens = min(service.slots * loaded.max_model_len, loaded.cache_tokens_beside(service.slots))
+    cache_mib = (tokens * loaded.cache_bytes_per_token + service.slots * loaded.state_bytes) / 2**20
     print(
         f"vf-serve: {service.name}, {loaded.num_parameters:,} parameters, {loaded.device.type}, "
         f"{str(loaded.dtype).removeprefix('torch.')}, context {loaded.max_model_len} tokens, "

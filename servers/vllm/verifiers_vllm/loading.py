@@ -1,8 +1,11 @@
-"""vLLM's plugin, which it calls in each of its processes: loads that break off, and loading by every core on the CPU.
+"""vLLM's plugin, which it calls in each of its processes: loads that break off, and what the CPU packs of weights.
 
 A load of weights that breaks off leaves no layer half loaded: the next one is whole. vLLM gathers the tensors of a
 layer until all have come. Where a load breaks off, those of the open layers stay, and the next load counts its own on
 top of them: a layer that is made of several tensors is closed too early, without an error.
+
+On the CPU vLLM packs weights for its kernels when a model is first loaded. A reload packs linear layers again, but
+neither experts nor a head that is tied to the embeddings: these then read plain weights as packed ones, or old ones.
 
 While new weights are loaded nothing is sampled. Copying and packing a model's weights is memory's work,
 which one thread alone cannot keep busy; for sampling the server keeps the threads that it was given.
@@ -26,7 +29,50 @@ def register() -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     if not hasattr(CPUWorker.reload_weights, "__wrapped__"):
-        CPUWorker.reload_weights = load_with_every_core(CPUWorker.reload_weights)
+        CPUWorker.reload_weights = load_with_every_core(pack_tied_again(CPUWorker.reload_weights))
+    wrap_experts()
+
+
+def wrap_experts() -> None:
+    try:
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    except ImportError:
+        # a vLLM that keeps its experts elsewhere
+        return
+    set_up = getattr(UnquantizedFusedMoEMethod, "_setup_kernel", None)
+    if set_up is not None and not hasattr(set_up, "__wrapped__"):
+        UnquantizedFusedMoEMethod._setup_kernel = pack_experts_again(set_up)
+
+
+def pack_experts_again(set_up: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what sets up a layer of experts, and packs them at the first load alone, to pack them at each."""
+
+    @functools.wraps(set_up)
+    def sets_up(method: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        was_set_up = method.moe_kernel is not None
+        result = set_up(method, layer, *args, **kwargs)
+        if was_set_up:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        return result
+
+    return sets_up
+
+
+def pack_tied_again(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a worker's `reload_weights` to pack what shares its weight with another layer, which alone was loaded."""
+
+    @functools.wraps(load)
+    def loads(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(worker, *args, **kwargs)
+        layers_of: dict[int, list[Any]] = {}
+        for layer in worker.model_runner.get_model().modules():
+            if hasattr(layer, "cpu_linear") and layer.weight.numel():
+                layers_of.setdefault(layer.weight.data_ptr(), []).append(layer)
+        for layer in (layer for layers in layers_of.values() if len(layers) > 1 for layer in layers):
+            layer.quant_method.process_weights_after_loading(layer)
+        return result
+
+    return loads
 
 
 def wrap_reload_weights() -> None:

@@ -122,3 +122,46 @@ def test_a_load_that_breaks_off_is_reported_and_forgotten(layers: list[Info]) ->
 
 def test_a_load_that_goes_well_is_the_workers_own(layers: list[Info]) -> None:
     assert wrapper_of(layers, fails=False).reload_weights("weights", strict=True) == "weights True"
+
+
+class Experts:
+    """Stand-in for vLLM's method of a layer of experts, which packs at the first load alone."""
+
+    def __init__(self) -> None:
+        self.moe_kernel: Any = None
+        self.packed: list[str] = []
+
+    def set_up(self, layer: str) -> None:
+        if self.moe_kernel is None:
+            kernel = SimpleNamespace(process_weights_after_loading=self.packed.append)
+            self.moe_kernel = SimpleNamespace(fused_experts=kernel)
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def test_experts_are_packed_once_at_every_load() -> None:
+    experts = Experts()
+    for loads in (1, 2, 3):
+        loading.pack_experts_again(Experts.set_up)(experts, "layer")
+        assert experts.packed == ["layer"] * loads
+
+
+def test_layers_that_share_a_weight_are_packed_after_each_load_and_others_are_not() -> None:
+    packed: list[str] = []
+
+    def layer(name: str, weight: torch.Tensor, **more: Any) -> Any:
+        method = SimpleNamespace(process_weights_after_loading=lambda one: packed.append(one.name))
+        return SimpleNamespace(name=name, weight=weight, quant_method=method, **more)
+
+    shared, freed = torch.ones(2), torch.empty(0)
+    layers = [
+        layer("embed_tokens", shared, cpu_linear=None),
+        layer("lm_head", shared, cpu_linear=None),
+        layer("q_proj", torch.ones(2), cpu_linear=None),
+        layer("k_proj", freed, cpu_linear=None),
+        layer("v_proj", freed, cpu_linear=None),
+        layer("norm", shared),
+    ]
+    runner = SimpleNamespace(get_model=lambda: SimpleNamespace(modules=lambda: layers))
+    worker = SimpleNamespace(model_runner=runner)
+    assert loading.pack_tied_again(lambda worker, path: f"loaded {path}")(worker, "weights") == "loaded weights"
+    assert packed == ["embed_tokens", "lm_head"]

@@ -173,8 +173,13 @@ def _router_loss(model: Any, body: Any, given: dict[str, Any]) -> Any:
     if not given.get("output_router_logits"):
         return None
     text = model.config.get_text_config()
-    mask = given.get("attention_mask")
-    return load_balancing_loss_func(body.router_logits, text.num_experts, text.num_experts_per_tok, mask)
+    experts = getattr(text, "num_experts", None) or text.num_local_experts
+    if not experts:
+        # a dense member of a family of mixtures, such as Granite 4's
+        return body.last_hidden_state.new_zeros(())
+    return load_balancing_loss_func(
+        body.router_logits, experts, text.num_experts_per_tok, given.get("attention_mask")
+    )
 
 
 class Scored(NamedTuple):

@@ -76,7 +76,7 @@ class WeightSync(ABC):
 
     @contextmanager
     def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[Mapping[str, Any]]:
-        """Give the tensors of a model that are to be pushed, under the names that servers load them by.
+        """Give the tensors of a model that are to be pushed, under the names that they have in memory.
 
         `whole` are those that were gathered from all ranks, where the model is sharded.
         """
@@ -106,6 +106,12 @@ class ServerSync(WeightSync):
         urls = [base_url] if isinstance(base_url, str) else list(base_url)
         self.pool = ServerPool([ServerClient(url).url for url in urls], api_key=api_key, timeout_s=timeout_s)
 
+    @contextmanager
+    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[Mapping[str, Any]]:
+        """Give the tensors under a checkpoint's names and in its layout, by which every server loads them."""
+        with super().tensors_of(model, whole) as tensors:
+            yield checkpoint_tensors(model, tensors)
+
     def connect(self, deadline_s: float) -> None:
         self.pool.run(self.pool.connect(deadline_s), deadline_s + 2 * self.pool.timeout_s)
 
@@ -113,12 +119,24 @@ class ServerSync(WeightSync):
         self.pool.stop()
 
 
-# -- the policy's tensors, by the names that servers load them by -------------------------------------------------
+# -- the policy's tensors, by name ---------------------------------------------------------------------------------
+
+
+def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a policy's tensors as `save_pretrained` writes them: a checkpoint may name and split them otherwise."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    base = model.get_base_model() if hasattr(model, "merge_adapter") else model
+    if not isinstance(base, PreTrainedModel):
+        return dict(tensors)
+    converted: dict[str, Tensor] = revert_weight_conversion(base, dict(tensors))
+    return converted
 
 
 @contextmanager
 def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Give every parameter and saved buffer of the policy by its name in the checkpoint format.
+    """Give every parameter and saved buffer of the policy by its name in memory.
 
     Adapters (PEFT) are merged for the time of the context and taken out again to the last bit, so that the server
     gets plain weights. Tied weights come once, under their first name, or with `tied` under each of their names.

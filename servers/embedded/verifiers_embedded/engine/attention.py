@@ -71,7 +71,8 @@ def install(model: Any) -> bool:
 
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
-        model.set_attn_implementation(NAME)
+        # the text side alone: a tower that was dropped cannot be told
+        model.set_attn_implementation({"": NAME, "text_config": NAME})
     return bool(model.config._attn_implementation == NAME)
 
 

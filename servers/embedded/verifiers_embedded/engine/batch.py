@@ -8,10 +8,11 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from verifiers.train.cpu_linear import use_onednn
 from verifiers_embedded.engine.attention import Prompts, filled_up, install, laid_out, row_groups
-from verifiers_embedded.engine.cache import SlotCache
+from verifiers_embedded.engine.cache import ATTENTION_KINDS, NOTHING_KEPT, STATE_KINDS, SlotCache
 from verifiers_embedded.engine.constraints import Guide, forbid
 from verifiers_embedded.engine.decoding import FixedPass, Record, upload
 from verifiers_embedded.engine.generation import Sequence
@@ -28,8 +29,6 @@ MASK_CELLS = 16 * 2**20
 
 ROWS_APART = 16
 """Rows are held in order of length by blocks of at least so many, and of a quarter of the slots."""
-
-ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
 class ActiveBatch:
@@ -48,25 +47,30 @@ class ActiveBatch:
         record: Record | None = None,
         cache_tokens: int | None = None,
     ) -> None:
+        kinds, self._windows = layer_kinds(model.config)
+        self._has_states = not set(STATE_KINDS).isdisjoint(kinds)
+        if self._has_states and record is not None:
+            raise StartError(
+                f"model type {model.config.model_type!r} has layers with a state, which each pass moves on, so none "
+                "can be tried before it is recorded; leave --cuda-graphs out"
+            )
         self.sequences: list[Sequence] = []
-        self.prefixes = PrefixStore(prefix_bytes)
+        self.prefixes = PrefixStore(prefix_bytes, whole=self._has_states)
         self._model = model
         self._body = model.base_model
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
-        self._windows = attention_windows(model.config)
         fixed = record is not None
         self._fixed_pass = None
         if record is not None:
             self._fixed_pass = FixedPass(lambda last: self._one_token(last, self.allocated[1]), record)
         self._by_length = install(model) and not fixed
         use_onednn(model)
-        self._packs_prompts = self._by_length and list(self._windows.values()) == [None]
+        self._packs_prompts = self._by_length and not self._has_states and set(self._windows.values()) == {None}
         self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
-        config = model.config.get_text_config()
         self._slots = slots
         most = slots * max_model_len if cache_tokens is None else cache_tokens
-        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, most, fixed=fixed)
+        self._cache = SlotCache(kinds, slots, max_model_len, most, fixed=fixed)
         # transformers 5.24 has another name for it
         self._cache_name = (
             "cache" if "cache" in inspect.signature(self._body.forward).parameters else "past_key_values"
@@ -83,6 +87,11 @@ class ActiveBatch:
     def bytes_per_token(self) -> int:
         """Key-value memory of one token in bytes; 0 while no sequence is held."""
         return self._cache.bytes_per_token
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory of one sequence's states in bytes, as `bytes_per_token`."""
+        return self._cache.bytes_per_row
 
     def fits(self, sequences: Listed[Sequence], tokens: int) -> bool:
         """Return whether the cache may grow to hold these sequences and so many more tokens of each."""
@@ -185,11 +194,14 @@ class ActiveBatch:
     def _filled_up(self, columns: int) -> int:
         return min(filled_up(columns, self._dtype), self.allocated[1]) if self._by_length else columns
 
-    def _masks(self, positions_NL: torch.Tensor, columns: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return what each query may see: the columns up to its own position, within the layer's window."""
+    def _masks(self, positions_NL: torch.Tensor, columns: int) -> Any:
+        """Return what each query may see: the columns up to its own position, within the layer's window.
+
+        One mask, or one for each kind of layer; None for those that attend to nothing.
+        """
         column_ids = torch.arange(columns, device=self._device)
         ahead = column_ids > positions_NL[..., None]
-        masks = {}
+        masks: dict[str, torch.Tensor | None] = dict.fromkeys(STATE_KINDS) if self._has_states else {}
         for kind, window in self._windows.items():
             hidden = ahead if window is None else ahead | (column_ids <= positions_NL[..., None] - window)
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
@@ -202,14 +214,18 @@ class ActiveBatch:
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
             rows_of.setdefault(tuple(self.sequences[row].tokens[:-1]), []).append(row)
-        rows_of.pop((), None)
+        if unread := rows_of.pop((), []):
+            self._cache.begin_rows(unread, self._device)
         self._go_on_from_kept(rows_of)
         prefill = self._packed_pass if self._packs_prompts else self._padded_pass
         group: list[tuple[int, ...]] = []
         held = 0
         for prefix in sorted(rows_of, key=len):
             held += len(prefix)
-            if group and (held if self._packs_prompts else (len(group) + 1) * len(prefix)) > PREFILL_TOKENS:
+            # a state would go on through padding
+            is_apart = self._has_states and bool(group) and len(prefix) > len(group[0])
+            pass_tokens = held if self._packs_prompts else (len(group) + 1) * len(prefix)
+            if group and (is_apart or pass_tokens > PREFILL_TOKENS):
                 prefill(group, rows_of)
                 group, held = [], len(prefix)
             group.append(prefix)
@@ -243,7 +259,7 @@ class ActiveBatch:
             while waiting:
                 row, start = waiting[0]
                 longer = min(most, len(self.sequences[row].tokens) - 1 - start)
-                if group and (len(group) + 1) * longer > min(most, PREFILL_TOKENS):
+                if group and (self._has_states or (len(group) + 1) * longer > min(most, PREFILL_TOKENS)):
                     break
                 group.append(waiting.pop(0))
                 length = longer
@@ -261,9 +277,8 @@ class ActiveBatch:
             # Padding goes to the column of the last token, which the decode pass writes before it reads.
             ids.append(new + [tokens[-1]] * padding)
             places.append([*range(start, start + len(new)), *[len(tokens) - 1] * padding])
-        rows = upload([row for row, _ in group], self._device)
         positions = upload(places, self._device)
-        self._cache.begin_extend(rows, positions, columns)
+        self._cache.begin_extend([row for row, _ in group], positions, columns)
         self._body(
             input_ids=upload(ids, self._device),
             position_ids=positions,
@@ -303,9 +318,10 @@ class ActiveBatch:
         rows = [row for prefix in prefixes for row in rows_of[prefix]]
         source = [index for index, prefix in enumerate(prefixes) for _ in rows_of[prefix]]
         places = torch.arange(length, device=self._device)
-        cells = upload(rows, self._device)[:, None] * self.allocated[1] + places
-        tokens = upload(source, self._device)[:, None] * length + places
-        self._cache.begin_prompts(cells.flatten(), tokens.flatten())
+        row_ids, prompt_ids = upload([rows, source], self._device)
+        cells = row_ids[:, None] * self.allocated[1] + places
+        tokens = prompt_ids[:, None] * length + places
+        self._cache.begin_prompts(cells.flatten(), tokens.flatten(), row_ids, prompt_ids)
         # The head is left out: no logits are needed here, and over a prompt they are the largest tensor of
         # all.
         self._body(
@@ -335,22 +351,20 @@ def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list
     return targets
 
 
-def attention_windows(config: Any) -> dict[str, int | None]:
-    """Return the kinds of attention the model's layers have, each with its window in tokens (None: all tokens).
+def layer_kinds(config: Any) -> tuple[list[str], dict[str, int | None]]:
+    """Return the kind of each of the model's layers, and of each kind of attention its window in tokens (None: all).
 
-    Raises StartError for layers of another kind, such as recurrent or chunked ones.
+    Raises StartError, which names the model type, for kinds that this server has no cache for.
     """
-    text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None)
     if getattr(config, "is_encoder_decoder", False):
         raise StartError(f"model type {config.model_type!r} has an encoder; serve a decoder-only model")
-    if kinds is None:
-        return {"full_attention": window}
-    strange = sorted(set(kinds) - set(ATTENTION_KINDS))
+    text = config.get_text_config()
+    kinds, options = get_layer_types_and_kwargs(text)
+    strange = sorted(set(kinds).difference(ATTENTION_KINDS, STATE_KINDS, [NOTHING_KEPT]))
     if strange:
         raise StartError(
-            f"model type {config.model_type!r} has layers of kind {', '.join(strange)}; "
-            "this server supports full and sliding attention, so serve such a model with vLLM"
+            f"model type {config.model_type!r} has layers of kind {', '.join(strange)}; this server supports "
+            f"{', '.join((*ATTENTION_KINDS, *STATE_KINDS))}, so serve such a model with vLLM"
         )
-    return {kind: window if kind == "sliding_attention" else None for kind in ATTENTION_KINDS if kind in kinds}
+    windows = {kind: option.get("sliding_window") for kind, option in zip(kinds, options, strict=True)}
+    return kinds, {kind: windows[kind] for kind in ATTENTION_KINDS if kind in windows}

@@ -1,17 +1,19 @@
-"""Keys and values of the sequences in the slots, in a form that Hugging Face models write to by themselves.
+"""What the model keeps of the sequences in the slots, in a form that Hugging Face models write to by themselves.
 
-Row r of every tensor belongs to the r-th active sequence, and its token p lies at column p, whatever the
-other rows hold. So a sequence that ends is replaced by the last row, nothing is padded on the left, and a
-step reads the columns up to the longest active sequence only.
+Row r of every tensor belongs to the r-th active sequence. Of keys and values its token p lies at column p, whatever
+the other rows hold. So a sequence that ends is replaced by the last row, nothing is padded on the left, and a step
+reads the columns up to the longest active sequence only. Recurrent and convolutional layers keep one state a row,
+whatever its length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from verifiers_embedded.engine.decoding import upload
 
@@ -19,13 +21,19 @@ _COLUMN_STEP = 64
 _MOST_SHAPES = 7
 """Sizes of a cache of fixed shapes."""
 
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+STATE_KINDS = ("linear_attention", "conv")
+NOTHING_KEPT = "dummy"
+"""Kinds of layers, under transformers' names: with keys and values, with states, and with nothing of their own."""
+
 
 @dataclass
 class _Writes:
-    """The places where the next forward pass puts its keys and values, and reads them; shared by all layers.
+    """The places where the next forward pass puts what it computes, and reads it; shared by all layers.
 
     A cell is a row times the allocated columns, plus the column. With `source` the pass is over whole prompts, which
-    attend to themselves alone: its token ``source[i]`` goes to ``cells[i]``.
+    attend to themselves alone: its token ``source[i]`` goes to ``cells[i]``, and the state behind its prompt
+    ``state_source[i]`` to row ``state_rows[i]``.
     """
 
     rows: int = 0
@@ -34,6 +42,8 @@ class _Writes:
     source: torch.Tensor | None = None
     read_rows: torch.Tensor | slice = field(default_factory=lambda: slice(0))
     read_columns: int = 0
+    state_rows: torch.Tensor | slice = field(default_factory=lambda: slice(0))
+    state_source: torch.Tensor | None = None
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -85,15 +95,19 @@ class _SlotLayer(CacheLayerMixin):
             return new
         return stored[writes.read_rows, : writes.read_columns].transpose(1, 2)
 
-    def copy_out(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.stored
-        return keys[row, :length].clone(), values[row, :length].clone()
+    def copy_out(self, row: int, length: int) -> tuple[torch.Tensor, ...]:
+        return tuple(stored[row, :length].clone() for stored in self.stored)
 
-    def copy_in(self, row: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def copy_in(self, row: int, length: int, states: tuple[torch.Tensor, ...]) -> None:
+        keys, values = states
         if not self.is_initialized:
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
-        for stored, states in zip(self.stored, (keys, values), strict=True):
-            stored[row, :length] = states[:length]
+        for stored, kept in zip(self.stored, states, strict=True):
+            stored[row, :length] = kept[:length]
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
+        for stored in self.stored:
+            stored[target, :columns] = stored[source, :columns]
 
     def resize(self, rows: int, columns: int) -> None:
         """Give the tensors a new size, keeping what fits; make them where their shapes are known."""
@@ -121,10 +135,97 @@ class _SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
+class _StateLayer(LinearAttentionCacheLayerMixin):
+    """One layer's states, (rows, ...) each: the last inputs of its convolution, and what its recurrence carries on.
+
+    Models write to the states that they read, so those are views of the rows, never copies.
+    """
+
+    def __init__(self, writes: _Writes) -> None:
+        super().__init__()
+        self._writes = writes
+        self._conv: torch.Tensor | None = None
+        self._recurrent: torch.Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The states of the convolution and of the recurrence, as far as the layer has them."""
+        return tuple(state for state in (self._conv, self._recurrent) if state is not None)
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.stored)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: states are made when the first of them come."""
+
+    def present(self, stored: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the states that the pass goes on from; None where it begins with whole prompts."""
+        if stored is None or self._writes.state_source is not None:
+            return None
+        return stored[self._writes.state_rows]
+
+    @property
+    def present_conv(self) -> torch.Tensor | None:
+        return self.present(self._conv)
+
+    @property
+    def present_recurrent(self) -> torch.Tensor | None:
+        return self.present(self._recurrent)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Store the last inputs of the convolution, (rows, channels, width); return them behind those before."""
+        width = conv_kernel_size or conv_states.shape[-1]
+        present = self.present_conv
+        inputs = conv_states if present is None else torch.cat([present, conv_states], dim=-1)
+        last = torch.nn.functional.pad(inputs[..., -width:], (max(0, width - inputs.shape[-1]), 0))
+        if self._conv is None:
+            self._conv = last.new_zeros((self._writes.rows, *last.shape[1:]))
+        self._write(self._conv, last)
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        if self._recurrent is None:
+            self._recurrent = recurrent_states.new_zeros((self._writes.rows, *recurrent_states.shape[1:]))
+        self._write(self._recurrent, recurrent_states)
+        return recurrent_states
+
+    def _write(self, stored: torch.Tensor, new: torch.Tensor) -> None:
+        source = self._writes.state_source
+        stored[self._writes.state_rows] = (new if source is None else new[source]).to(stored.dtype)
+
+    def copy_out(self, row: int, length: int) -> tuple[torch.Tensor, ...]:
+        return tuple(stored[row].clone() for stored in self.stored)
+
+    def copy_in(self, row: int, length: int, states: tuple[torch.Tensor, ...]) -> None:
+        if not self.is_initialized:
+            made = [state.new_zeros((self._writes.rows, *state.shape)) for state in states]
+            self._conv, self._recurrent = made[0], made[1] if len(made) > 1 else None
+        for stored, kept in zip(self.stored, states, strict=True):
+            stored[row] = kept
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
+        for stored in self.stored:
+            stored[target] = stored[source]
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Give the tensors so many rows, keeping what fits."""
+        made = (None if state is None else _resized(state, rows) for state in (self._conv, self._recurrent))
+        self._conv, self._recurrent = made
+
+    def clear(self) -> None:
+        self._conv = self._recurrent = None
+
+
 class SlotCache(Cache):
-    """The key-value cache of all layers, growing and shrinking with what is in the slots.
+    """The cache of all layers, growing and shrinking with what is in the slots.
 
     Args:
+        kinds: of the layers, as `layer_kinds` gives them.
         max_cells: most rows times columns, unless a reservation that does not fit asks for more.
         fixed: allocate all rows, and columns in few sizes, for passes that read all that is allocated: what
             is recorded for these shapes then fits every step. Such memory is held while idle, too.
@@ -133,15 +234,19 @@ class SlotCache(Cache):
         place: changes where the tensors move in memory.
     """
 
-    def __init__(self, layers: int, max_rows: int, max_columns: int, max_cells: int, *, fixed: bool = False) -> None:
+    def __init__(
+        self, kinds: Sequence[str], max_rows: int, max_columns: int, max_cells: int, *, fixed: bool = False
+    ) -> None:
         self._writes = _Writes()
         self._fixed = fixed
         self.place = 0
         self._max_rows = max_rows
         self._max_columns = max_columns
         self._max_cells = max_cells
-        self._slot_layers = [_SlotLayer(self._writes) for _ in range(layers)]
-        super().__init__(layers=list(self._slot_layers))
+        layers = [_layer_of(kind, self._writes) for kind in kinds]
+        self._slot_layers = [layer for layer in layers if isinstance(layer, _SlotLayer | _StateLayer)]
+        self._state_layers = [layer for layer in self._slot_layers if isinstance(layer, _StateLayer)]
+        super().__init__(layers=layers)
 
     @property
     def allocated(self) -> tuple[int, int]:
@@ -150,10 +255,14 @@ class SlotCache(Cache):
     @property
     def bytes_per_token(self) -> int:
         """Memory of one column of one row in all layers; 0 before the first pass."""
-        return sum(stored[0, 0].numel() * stored.element_size() for stored in self._stored())
+        keys = [stored for layer in self._slot_layers if isinstance(layer, _SlotLayer) for stored in layer.stored]
+        return sum(stored[0, 0].numel() * stored.element_size() for stored in keys)
 
-    def _stored(self) -> list[torch.Tensor]:
-        return [stored for layer in self._slot_layers for stored in layer.stored]
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory of one row's states, however long it is; 0 before the first pass, and without such layers."""
+        states = [stored for layer in self._state_layers for stored in layer.stored]
+        return sum(stored[0].numel() * stored.element_size() for stored in states)
 
     def fits(self, rows: int, columns: int) -> bool:
         """Return whether so many sequences of so many tokens stay within `max_cells`."""
@@ -203,15 +312,26 @@ class SlotCache(Cache):
         self._writes.rows, self._writes.columns = rows, columns
         self.place += 1
 
-    def begin_prompts(self, cells: torch.Tensor, source: torch.Tensor) -> None:
-        """Prepare for a pass of whole prompts: its token ``source[i]`` goes to ``cells[i]``."""
-        self._writes.cells, self._writes.source = cells, source
+    def begin_prompts(
+        self, cells: torch.Tensor, source: torch.Tensor, rows: torch.Tensor | None = None, prompts: Any = None
+    ) -> None:
+        """Prepare for a pass of whole prompts: its token ``source[i]`` goes to ``cells[i]``.
 
-    def begin_extend(self, rows: torch.Tensor, positions_NL: torch.Tensor, columns: int) -> None:
-        """Prepare for a pass of several tokens for some rows, which attend to what the rows hold, too."""
-        cells = rows[:, None] * self._writes.columns + positions_NL
+        The state behind its prompt ``prompts[i]`` goes to ``rows[i]``, where the model has states.
+        """
+        self._writes.cells, self._writes.source = cells, source
+        self._writes.state_rows, self._writes.state_source = slice(0) if rows is None else rows, prompts
+
+    def begin_extend(self, rows: list[int], positions_NL: torch.Tensor, columns: int) -> None:
+        """Prepare for a pass of several tokens for some rows, which attend to what the rows hold, too.
+
+        Where the model has states, for one row.
+        """
+        row_ids = upload(rows, positions_NL.device)
+        cells = row_ids[:, None] * self._writes.columns + positions_NL
         self._writes.cells, self._writes.source = cells.flatten(), None
-        self._writes.read_rows, self._writes.read_columns = rows, columns
+        self._writes.read_rows, self._writes.read_columns = row_ids, columns
+        self._writes.state_rows, self._writes.state_source = slice(rows[0], rows[0] + 1), None
 
     def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
         """Prepare for a pass of one token for each of the first rows, at `positions`, the largest `columns` - 1."""
@@ -219,32 +339,59 @@ class SlotCache(Cache):
         starts = torch.arange(rows, device=positions.device) * self._writes.columns
         self._writes.cells, self._writes.source = starts + positions, None
         self._writes.read_rows, self._writes.read_columns = slice(rows), columns
+        self._writes.state_rows, self._writes.state_source = slice(rows), None
 
-    def copy_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the last inputs of a convolution; None where the pass begins with whole prompts."""
+        layer: Any = self.layers[layer_idx]
+        state: torch.Tensor | None = layer.present_conv
+        return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the state of a recurrence; None where the pass begins with whole prompts."""
+        layer: Any = self.layers[layer_idx]
+        state: torch.Tensor | None = layer.present_recurrent
+        return state
+
+    def begin_rows(self, rows: list[int], device: torch.device) -> None:
+        """Set the states of rows to those before a first token: nothing is computed before their next pass."""
+        for layer in self._state_layers:
+            for stored in layer.stored:
+                stored[upload(rows, device)] = 0
+
+    def copy_out(self, row: int, length: int) -> list[tuple[torch.Tensor, ...]]:
         return [layer.copy_out(row, length) for layer in self._slot_layers]
 
-    def copy_in(self, row: int, length: int, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for layer, (keys, values) in zip(self._slot_layers, states, strict=True):
-            layer.copy_in(row, length, keys, values)
+    def copy_in(self, row: int, length: int, states: list[tuple[torch.Tensor, ...]]) -> None:
+        for layer, kept in zip(self._slot_layers, states, strict=True):
+            layer.copy_in(row, length, kept)
 
     def move(self, source: list[int], target: list[int], columns: int, device: torch.device) -> None:
         source_ids, target_ids = upload([source, target], device)
-        for stored in self._stored():
-            stored[target_ids, :columns] = stored[source_ids, :columns]
+        for layer in self._slot_layers:
+            layer.move(source_ids, target_ids, columns)
 
     def clear(self) -> None:
         """Forget all content, which must be prefilled again; frees the memory unless shapes are fixed."""
         if self._fixed:
-            for stored in self._stored():
-                stored.zero_()
+            for layer in self._slot_layers:
+                for stored in layer.stored:
+                    stored.zero_()
             return
         for layer in self._slot_layers:
             layer.clear()
         self._writes.rows = self._writes.columns = 0
 
 
-def _resized(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    fresh = stored.new_zeros((rows, columns, *stored.shape[2:]))
-    keep_rows, keep_columns = min(rows, stored.shape[0]), min(columns, stored.shape[1])
-    fresh[:keep_rows, :keep_columns] = stored[:keep_rows, :keep_columns]
+def _layer_of(kind: str, writes: _Writes) -> Any:
+    if kind == NOTHING_KEPT:
+        return DummyLayer()
+    return _StateLayer(writes) if kind in STATE_KINDS else _SlotLayer(writes)
+
+
+def _resized(stored: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Return a tensor with other sizes of its first dimensions, and zeros where it has grown."""
+    fresh = stored.new_zeros((*sizes, *stored.shape[len(sizes) :]))
+    kept = tuple(slice(min(size, had)) for size, had in zip(sizes, stored.shape, strict=False))
+    fresh[kept] = stored[kept]
     return fresh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from verifiers_embedded.engine.batch import ActiveBatch, attention_windows
+from verifiers_embedded.engine.batch import ActiveBatch, layer_kinds
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.errors import StartError
@@ -38,6 +39,47 @@ class LoadedModel:
     num_parameters: int
     cache_bytes_per_token: int
     cache_tokens: int
+    state_bytes: int
+    """Memory of the recurrent and convolutional states of one sequence, however long it is."""
+
+    def cache_tokens_beside(self, slots: int) -> int:
+        """Return how many tokens' keys and values may be held beside the states of so many sequences.
+
+        At least those of the longest sequence, which may come alone.
+        """
+        states = -(-slots * self.state_bytes // self.cache_bytes_per_token)
+        return max(self.cache_tokens - states, self.max_model_len)
+
+
+def text_model_class(config: Any) -> Any:
+    """Return the class of transformers that makes or loads the model of a config, with a head for text.
+
+    Raises StartError, which names the model type, where there is none, or this server cannot run it.
+    """
+    import transformers
+
+    layer_kinds(config)
+    makers: tuple[tuple[Any, Any], ...] = (
+        (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
+    )
+    for mapping, kind in makers:
+        if type(config) in mapping:
+            if "position_ids" not in inspect.signature(mapping[type(config)].forward).parameters:
+                raise StartError(
+                    f"model type {config.model_type!r} takes no position_ids, so this server cannot run sequences of "
+                    "different lengths of it at once; serve it with vLLM"
+                )
+            return kind
+    raise StartError(f"model type {config.model_type!r} does not generate text; serve a causal language model")
+
+
+def drop_towers(model: Any) -> None:
+    """Take out of a multimodal model what images and sound pass through: text alone comes here."""
+    body, decoder = model.base_model, model.get_decoder()
+    for name, part in list(body.named_children()):
+        if body is not decoder and all(module is not decoder for module in part.modules()):
+            setattr(body, name, None)
 
 
 def load_model(
@@ -69,11 +111,11 @@ def load_model(
     try:
         base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
         config = transformers.AutoConfig.from_pretrained(base)
-        attention_windows(config)
+        kind = text_model_class(config)
         is_whole = (directory / "tokenizer_config.json").is_file()
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory if is_whole else base)
         number = _dtype(dtype, place, config)
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=number, output_loading_info=True)
+        loaded: Any = kind.from_pretrained(base, dtype=number, output_loading_info=True)
         model, found = loaded
         if adapter.is_file():
             from peft import PeftModel
@@ -92,41 +134,41 @@ def load_model(
             "directory that was saved whole",
             1,
         )
+    drop_towers(model)
     return prepared(model.to(place), tokenizer, max_model_len=max_model_len, cache_bytes=cache_bytes)
 
 
 def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None, cache_bytes: int | None = None) -> LoadedModel:
     """Freeze a model that is on its device, and check the cached against the plain forward pass; as `load_model`."""
-    attention_windows(model.config)
     model = model.eval().requires_grad_(False)
     context = _context(model.config.get_text_config(), max_model_len)
-    token_bytes = _checked_cache(model, context)
+    token_bytes, state_bytes = _checked_cache(model, context)
     room = available_bytes(model.device) // 2 if cache_bytes is None else cache_bytes
-    if room < token_bytes * (max_model_len or 1):
+    if room < (needed := token_bytes * (max_model_len or 1) + state_bytes):
         raise StartError(
             f"the keys and values of one sequence of {max_model_len or 1} tokens take "
-            f"{token_bytes * (max_model_len or 1) / 2**20:,.1f} MiB, and the key-value cache may take "
+            f"{needed / 2**20:,.1f} MiB, and the key-value cache may take "
             f"{room / 2**20:,.1f} MiB (--kv-cache-mib, or half of the free memory); give a shorter "
             "--max-model-len or a larger --kv-cache-mib",
             1,
         )
-    cache_tokens = room // token_bytes
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         device=model.device,
         dtype=model.dtype,
-        max_model_len=min(context, cache_tokens),
+        max_model_len=min(context, (room - state_bytes) // token_bytes),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         eos_ids=_eos_ids(model, tokenizer),
         num_parameters=model.num_parameters(),
         cache_bytes_per_token=token_bytes,
-        cache_tokens=cache_tokens,
+        cache_tokens=room // token_bytes,
+        state_bytes=state_bytes,
     )
 
 
-def check_cache(model: Any, max_model_len: int) -> int:
-    """Compare logits of the cached path with those of plain passes; return the key-value bytes of one token.
+def check_cache(model: Any, max_model_len: int) -> tuple[int, int]:
+    """Compare logits of the cached path with those of plain passes; return a token's and a sequence's bytes in it.
 
     Raises StartError where they differ, so this model reads its cache, mask or positions in a way of its own.
     """
@@ -149,10 +191,10 @@ def check_cache(model: Any, max_model_len: int) -> int:
             f"relative {worst:.2g}; this server cannot serve it exactly, so use vLLM for it",
             1,
         )
-    return batch.bytes_per_token
+    return max(1, batch.bytes_per_token), batch.bytes_per_row
 
 
-def _checked_cache(model: Any, max_model_len: int) -> int:
+def _checked_cache(model: Any, max_model_len: int) -> tuple[int, int]:
     try:
         return check_cache(model, max_model_len)
     except StartError:

@@ -1,4 +1,4 @@
-"""Keys and values of finished sequences, kept for the turn that extends them."""
+"""What the model keeps of finished sequences, held for the turn that extends them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 BLOCK = 16
 """A prefix is found by whole blocks of tokens, and then followed token by token."""
 
-LayerStates = list[tuple[torch.Tensor, torch.Tensor]]
-"""A layer's keys and values each, shaped (tokens, heads, head_dim)."""
+LayerStates = list[tuple[torch.Tensor, ...]]
+"""A layer's keys and values each, (tokens, heads, head_dim); of other layers the states behind the last token."""
 
 
 @dataclass(eq=False)
 class Prefix:
-    """The keys and values of some tokens, under the weights that the server has now."""
+    """What the model keeps of some tokens, under the weights that the server has now."""
 
     tokens: tuple[int, ...]
     states: LayerStates
@@ -25,14 +25,19 @@ class Prefix:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for pair in self.states for tensor in pair)
+        return sum(tensor.numel() * tensor.element_size() for layer in self.states for tensor in layer)
 
 
 class PrefixStore:
-    """Prefixes by their tokens, the least recently used given up first. Used by the engine's thread only."""
+    """Prefixes by their tokens, the least recently used given up first. Used by the engine's thread only.
 
-    def __init__(self, max_bytes: int) -> None:
+    Args:
+        whole: find prefixes of which every token is shared: a recurrent state cannot be cut back.
+    """
+
+    def __init__(self, max_bytes: int, *, whole: bool = False) -> None:
         self.max_bytes = max_bytes
+        self._whole = whole
         self.bytes = 0
         self.hits = 0
         self.tokens_reused = 0
@@ -58,7 +63,9 @@ class PrefixStore:
 
     def keep(self, tokens: Sequence[int], states: LayerStates) -> None:
         """Hold the states of `tokens`, in the place of those that they extend."""
-        prefix = Prefix(tuple(tokens), states, list(_blocks(tokens)))
+        blocks = list(_blocks(tokens))
+        # what is found whole is looked for under its last block alone
+        prefix = Prefix(tuple(tokens), states, blocks[-1:] if self._whole else blocks)
         if not prefix.blocks or prefix.bytes > self.max_bytes:
             return
         found = self._nearest(prefix.tokens)
@@ -80,10 +87,14 @@ class PrefixStore:
         """Return the prefix, held last, that begins with most of the blocks that `tokens` begins with."""
         found: Prefix | None = None
         for block in _blocks(tokens):
-            held = self._by_block.get(block)
-            if not held:
+            held = self._by_block.get(block, [])
+            if self._whole:
+                shared = [one for one in held if one.tokens == tuple(tokens[: len(one.tokens)])]
+                found = max(shared, key=lambda one: len(one.tokens), default=found)
+            elif held:
+                found = held[-1]
+            else:
                 break
-            found = held[-1]
         return found
 
     def _drop(self, prefix: Prefix) -> None:

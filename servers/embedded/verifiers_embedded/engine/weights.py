@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,10 +63,13 @@ def _weight_files(directory: Path) -> list[Path]:
 def match_weights(model: Any, given: dict[str, torch.Tensor]) -> Copies:
     """Pair every tensor of the model with the given one of its name.
 
-    Of tensors that share memory (tied embeddings) one is enough; where several are given they must be equal. Raises
-    WeightsError, which names what is missing, unknown, or of another shape or kind of number.
+    Where a name is not the model's, all are read as a checkpoint's. Of tensors that share memory (tied embeddings)
+    one is enough; where several are given they must be equal. Raises WeightsError, which names what is missing,
+    unknown, or of another shape or kind of number.
     """
     live = model.state_dict()
+    if not given.keys() <= live.keys():
+        given = as_loaded(model, given)
     names_of: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name, tensor in live.items():
         names_of.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
@@ -93,6 +97,28 @@ def match_weights(model: Any, given: dict[str, torch.Tensor]) -> Copies:
             "the weights do not fit the model that is served and nothing was changed: " + "; ".join(problems)
         )
     return [(live[name], given[name]) for names in names_of.values() for name in [n for n in names if n in given][:1]]
+
+
+def as_loaded(model: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors under the model's names and in its layout, as `from_pretrained` converts them.
+
+    Names of parts that the model was loaded without are left out; what nothing is known of keeps its name.
+    """
+    loaded, found = type(model).from_pretrained(
+        None,
+        config=copy.deepcopy(model.config),
+        state_dict=dict(checkpoint),
+        # the default: another one would hold in the engine's thread, too
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    own = loaded.state_dict()
+    tensors = {name: own[name] for name in model.state_dict().keys() - set(found["missing_keys"])}
+    tensors |= {
+        name: torch.empty(given, device="meta") for name, given, _ in found["mismatched_keys"] if name in tensors
+    }
+    return tensors | {name: checkpoint[name] for name in found["unexpected_keys"]}
 
 
 def copy_weights(copies: Copies) -> None:

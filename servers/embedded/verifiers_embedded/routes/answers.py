@@ -11,7 +11,7 @@ from verifiers_embedded.engine.generation import Generation
 from verifiers_embedded.engine.scoring import PromptScore
 from verifiers_embedded.engine.stopping import cut_at_stop, first_stop
 from verifiers_embedded.routes.requests import ChatRequest, Delivery, DerenderRequest, TextRequest, TokenRequest
-from verifiers_embedded.text.prompts import ChatText, begun_by, split_reasoning
+from verifiers_embedded.text.prompts import ChatText
 from verifiers_embedded.text.tool_calls import call_id
 
 TopTokens = Sequence[Sequence[tuple[int, float]]]
@@ -110,19 +110,14 @@ def chat_message(
     request: ChatRequest, prompt_ids: list[int], generation: Generation, text: ChatText
 ) -> dict[str, Any]:
     """Return the assistant's message: content, and apart from it reasoning and, with tools in the request, calls."""
-    said = cut_at_stop(text.decode(generation.token_ids), request.stop_strings)
-    message: dict[str, Any] = {"role": "assistant", "content": said}
-    if text.splits_reasoning:
-        reasoning, said = split_reasoning(said, begun_by(text.decode_all(prompt_ids[-8:])))
-        message["content"] = said
-        if reasoning is not None:
-            message["reasoning_content"] = reasoning
-    if not request.shown_tools:
-        return message
-    marked = cut_at_stop(text.decode_with_marks(generation.token_ids), request.stop_strings)
-    if text.splits_reasoning:
-        marked = split_reasoning(marked, begun_by(text.decode_all(prompt_ids[-8:])))[1]
-    answer = text.divide(marked, said, request.shown_tools)
+    ids = generation.token_ids
+    said = marked = cut_at_stop(text.decode(ids), request.stop_strings)
+    if request.shown_tools or text.reads_whole:
+        marked = cut_at_stop(text.decode_with_marks(ids), request.stop_strings)
+    answer = text.read(marked, said, prompt_ids, request.shown_tools)
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
     calls = answer.calls if request.parallel_tool_calls else answer.calls[:1]
     if calls:
         message["content"] = answer.content or None

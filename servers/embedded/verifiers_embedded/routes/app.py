@@ -52,7 +52,7 @@ from verifiers_embedded.routes.requests import (
     VersionRequest,
 )
 from verifiers_embedded.text.grammars import Form, form_of_chat, lark_grammar
-from verifiers_embedded.text.prompts import ChatText, begun_by
+from verifiers_embedded.text.prompts import ChatText
 
 log = logging.getLogger("verifiers_embedded")
 
@@ -336,8 +336,8 @@ class Routes:
             tool_format=self._text.tool_format,
         )
         reasoning = "none"
-        if form is not None and self._text.splits_reasoning:
-            reasoning = "begun" if begun_by(self._text.decode_all(prompt_ids[-8:])) else "may"
+        if form is not None and self._text.splits_reasoning and not self._text.reads_whole:
+            reasoning = "begun" if self._text.begins_reasoning(prompt_ids) else "may"
         return await self._grammar(form, chat, reasoning)
 
     async def _grammar(self, form: Form | None, decoding: Decoding, reasoning: str = "none") -> Grammar | None:

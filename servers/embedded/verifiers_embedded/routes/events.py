@@ -28,7 +28,7 @@ from verifiers_embedded.routes.answers import (
     usage,
 )
 from verifiers_embedded.routes.requests import ChatRequest, Delivery, TextRequest, TokenRequest
-from verifiers_embedded.text.prompts import CLOSING, OPENING, ChatText, begun_by, split_reasoning
+from verifiers_embedded.text.prompts import ChatText, split_reasoning
 
 DONE = b"data: [DONE]\n\n"
 
@@ -166,11 +166,11 @@ class ChatWriter(Writer):
     def __init__(self, request: ChatRequest, prompt_ids: list[int], text: ChatText) -> None:
         super().__init__(head("chatcmpl", "chat.completion.chunk", request), [prompt_ids])
         self._request, self._prompt_ids, self._text = request, prompt_ids, text
-        self._begun = text.splits_reasoning and begun_by(text.decode_all(prompt_ids[-8:]))
+        self._begun = text.splits_reasoning and text.begins_reasoning(prompt_ids)
         marks = text.call_marks if request.shown_tools else ()
-        self._waits_for_all = "" in marks
+        self._waits_for_all = "" in marks or text.reads_whole
         ends = (*request.stop_strings, *(mark for mark in marks if mark))
-        held = (OPENING, CLOSING) if text.splits_reasoning else ()
+        held = text.think_tags if text.splits_reasoning else ()
         decode = text.decode_with_marks if request.shown_tools else text.decode
         self._sendable = [SendableText(decode, ends, held, text.is_byte) for _ in range(request.n)]
         self._sent = [("", "") for _ in range(request.n)]

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from verifiers_embedded.errors import ApiError, StartError
-from verifiers_embedded.text.tool_calls import FORMATS, MARKS, WHOLE, Answer, format_of_template, parameters_of
+from verifiers_embedded.text.tool_calls import (
+    FORMATS,
+    HARMONY,
+    MARKS,
+    WHOLE,
+    Answer,
+    format_of_template,
+    parameters_of,
+)
 
 _SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 
-OPENING, CLOSING = "<think>", "</think>"
+THINK_TAGS = ("<think>", "</think>")
+GEMMA_TAGS = ("<|channel>thought\n", "<channel|>")
+"""What reasoning stands between."""
 
 _OF_THE_CALL = """
     conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding
@@ -29,7 +40,8 @@ class ChatText:
     Args:
         tool_format: in which format the model calls tools, a key of `tool_calls.FORMATS`; "auto" reads it
             off the chat template, "none" leaves calls in the text.
-        splits_reasoning: whether text between think tags is answered apart from the content.
+        splits_reasoning: whether text between think tags is answered apart from the content; in the format of gpt-oss
+            it always is.
     """
 
     def __init__(self, tokenizer: Any, tool_format: str = "auto", *, splits_reasoning: bool = False) -> None:
@@ -42,6 +54,7 @@ class ChatText:
         self._template = _template_text(tokenizer)
         named = None if tool_format == "none" else tool_format
         self.tool_format = format_of_template(self._template) if named == "auto" else named
+        self.think_tags = GEMMA_TAGS if GEMMA_TAGS[1] in self._template else THINK_TAGS
         self._calls_are_unread = named == "auto" and self.tool_format is None
         self._names: dict[int, tuple[str, list[int]]] = {}
 
@@ -110,13 +123,34 @@ class ChatText:
         return self._tokenizer.decode([token for token in ids if token not in hidden]) if hidden else self.decode(ids)
 
     @cached_property
-    def _hidden_ids(self) -> frozenset[int]:
-        """Special tokens but those that mark calls; empty where no mark is a special token."""
+    def _special(self) -> dict[int, str]:
         added = {token: str(one) for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
-        named = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=False))
-        special = {**named, **added}
-        marks = {token for token, name in special.items() if name in MARKS.get(self.tool_format or "", ())}
-        return frozenset(special.keys() - marks) if marks else frozenset()
+        return {
+            **dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=False)),
+            **added,
+        }
+
+    @cached_property
+    def _marks(self) -> frozenset[int]:
+        """Special tokens that mark calls or reasoning."""
+        names = {*MARKS.get(self.tool_format or "", ())}
+        if self.splits_reasoning:
+            names |= {tag.removesuffix("thought\n") for tag in self.think_tags}
+        return frozenset(token for token, name in self._special.items() if name in names)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """Special tokens but the marks; empty where no mark is a special token."""
+        return frozenset(self._special.keys() - self._marks) if self._marks else frozenset()
+
+    @cached_property
+    def _think_tags_are_special(self) -> bool:
+        return any(self._special[token] == self.think_tags[1] for token in self._marks)
+
+    @property
+    def reads_whole(self) -> bool:
+        """True where content and reasoning are told apart by special tokens: an answer is read when it is whole."""
+        return self.tool_format == HARMONY or (self.splits_reasoning and self._think_tags_are_special)
 
     def is_byte(self, token: int) -> bool:
         """Return whether a token is a single byte of a vocabulary with byte fallback."""
@@ -133,6 +167,28 @@ class ChatText:
         if self.tool_format in WHOLE:
             return ("",)
         return ("<tool_call>", "\n<tool_call>") if self.tool_format else ()
+
+    def read(self, marked: str, said: str, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> Answer:
+        """Return a completion as content, reasoning, and calls of tools where there are any.
+
+        Args:
+            marked: its text with the marks that are special tokens, `said` without.
+        """
+        if self.tool_format == HARMONY:
+            answer = FORMATS[HARMONY](marked, {})
+            # a message to a function that there is not is no call
+            return answer if tools else replace(answer, calls=())
+        reasoning = None
+        if self.splits_reasoning:
+            begun = self.begins_reasoning(prompt_ids)
+            reasoning, marked = split_reasoning(marked, begun, self.think_tags)
+            said = marked if self._think_tags_are_special else split_reasoning(said, begun, self.think_tags)[1]
+        answer = self.divide(marked, said, tools) if tools else Answer(said)
+        return replace(answer, reasoning=reasoning)
+
+    def begins_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt ends inside an open think tag: some templates write it for the model."""
+        return self.decode_all(prompt_ids[-16:]).rstrip().endswith(self.think_tags[0].rstrip())
 
     def divide(self, marked: str, text: str, tools: Sequence[dict[str, Any]]) -> Answer:
         """Return a completion as content and calls of tools; without a call in the model's format, `text` as it is.
@@ -228,22 +284,18 @@ def _bytes_of_byte_level_characters() -> dict[str, int]:
 # -- reasoning between think tags -----------------------------------------------------------------------------------
 
 
-def begun_by(prompt_text: str) -> bool:
-    """Return whether a prompt ends inside an open think tag: some templates write it for the model."""
-    return prompt_text.rstrip().endswith(OPENING)
-
-
-def split_reasoning(text: str, begun: bool) -> tuple[str | None, str]:
+def split_reasoning(text: str, begun: bool, tags: tuple[str, str] = THINK_TAGS) -> tuple[str | None, str]:
     """Split a text, perhaps still growing, into reasoning and content, which hold every character but the tags.
 
     With `begun` the prompt has already opened the tag. (None, text) where there is no reasoning; an unclosed tag
     makes all that follows reasoning.
     """
+    opening, closing = tags
     if begun:
-        before, rest = "", text.removeprefix(OPENING)
+        before, rest = "", text.removeprefix(opening)
     else:
-        before, opened, rest = text.partition(OPENING)
+        before, opened, rest = text.partition(opening)
         if not opened or before.strip():
             return None, text
-    reasoning, _, content = rest.partition(CLOSING)
+    reasoning, _, content = rest.partition(closing)
     return reasoning, content

@@ -6,6 +6,7 @@ them again then gives the tokens that were sampled, and the next turn's prompt e
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
@@ -20,6 +21,12 @@ _ID_LENGTH = 9
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
+_GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.DOTALL)
+_GEMMA_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:")
+_HARMONY_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_HARMONY_ADDRESS = re.compile(r"\bto=functions\.([\w.-]+)")
+_HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 _GLM_PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>", re.DOTALL)
 
 
@@ -33,6 +40,7 @@ class ToolCall:
 class Answer:
     content: str
     calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
 
 
 Parameters = Mapping[str, Mapping[str, Any]]
@@ -80,14 +88,84 @@ def parse_mistral(text: str, parameters: Parameters) -> Answer:
     return Answer(content, calls) if calls else Answer(text)
 
 
+def parse_phi4_mini(text: str, parameters: Parameters) -> Answer:
+    """Parse ``<|tool_call|>`` or ``functools``, and behind it a JSON list of calls: Phi 4 mini."""
+    for mark in ("<|tool_call|>", "functools"):
+        content, _, rest = text.partition(mark)
+        if rest.lstrip().startswith("["):
+            calls = _json_calls(rest.lstrip()[1:], ",", "]")
+            return Answer(content, calls) if calls else Answer(text)
+    return Answer(text)
+
+
+def parse_olmo3(text: str, parameters: Parameters) -> Answer:
+    """Parse ``<function_calls>NAME(KEY=VALUE, ...)</function_calls>``, a call a line, values as in Python: OLMo 3."""
+    content, _, rest = text.partition("<function_calls>")
+    try:
+        body = ast.parse(rest.partition("</function_calls>")[0].strip()).body
+        calls = tuple(_python_call(statement) for statement in body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        calls = ()
+    return Answer(content.removesuffix("\n"), calls) if calls else Answer(text)
+
+
+def parse_gemma4(text: str, parameters: Parameters) -> Answer:
+    """Parse ``<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>``, texts between ``<|"|>``, once or more: Gemma 4."""
+    content, *pieces = text.split("<|tool_call>")
+    calls = [_gemma_call(piece.partition("<tool_call|>")[0]) for piece in pieces]
+    found = tuple(call for call in calls if call is not None)
+    return Answer(content, found) if found and len(found) == len(calls) else Answer(text)
+
+
+def parse_glm4(text: str, parameters: Parameters) -> Answer:
+    """Parse the name of a tool, and a JSON object on the next line, once or more: GLM 4."""
+    content, calls = "", []
+    for piece in text.split("<|assistant|>"):
+        name, _, arguments = piece.strip().partition("\n")
+        if name in parameters and _is_json_object(arguments):
+            calls.append(ToolCall(name, arguments.strip()))
+        else:
+            content += piece
+    return Answer(content, tuple(calls)) if calls else Answer(text)
+
+
+def parse_harmony(text: str, parameters: Parameters) -> Answer:
+    """Parse messages ``<|channel|>NAME<|message|>TEXT`` that end with a mark: gpt-oss.
+
+    Analysis is reasoning, what is sent ``to=functions.NAME`` a call, and all else content.
+    """
+    if "<|message|>" not in text:
+        return Answer(text)
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls = []
+    for message in text.split("<|start|>assistant"):
+        header, _, rest = message.partition("<|message|>")
+        body = _HARMONY_END.split(rest)[0]
+        channel, address = _HARMONY_CHANNEL.search(header), _HARMONY_ADDRESS.search(header)
+        if address and _is_json_object(body):
+            calls.append(ToolCall(address[1], body.strip()))
+        else:
+            (reasoning if channel and channel[1] == "analysis" else content).append(body)
+    return Answer("".join(content), tuple(calls), "".join(reasoning) if reasoning else None)
+
+
 FORMATS: dict[str, Parse] = {
     "hermes": parse_hermes,
     "qwen3_coder": parse_qwen3_coder,
     "glm45": parse_glm,
     "llama3_json": parse_llama3_json,
     "mistral": parse_mistral,
+    "phi4_mini_json": parse_phi4_mini,
+    "olmo3": parse_olmo3,
+    "gemma4": parse_gemma4,
+    "glm4": parse_glm4,
+    "openai": parse_harmony,
 }
-"""Each format under the name that vLLM's ``--tool-call-parser`` gives it."""
+"""Each format under the name that vLLM's ``--tool-call-parser`` gives it; of "glm4" vLLM has none."""
+
+HARMONY = "openai"
+"""The format in which reasoning and content are messages of their own, with calls or without."""
 
 _TAGS = ("<tool_call>", "</tool_call>")
 MARKS = {
@@ -96,10 +174,15 @@ MARKS = {
     "glm45": (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "phi4_mini_json": ("<|tool_call|>", "<|/tool_call|>"),
+    "olmo3": ("<function_calls>", "</function_calls>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "glm4": ("<|assistant|>",),
+    "openai": tuple(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call", "return")),
 }
 """Marks of each format, which are special tokens of some tokenizers and then left out by plain decoding."""
 
-WHOLE = frozenset({"llama3_json", "mistral"})
+WHOLE = FORMATS.keys() - {"hermes", "qwen3_coder", "glm45"}
 """Formats of which no mark may stand before a call, or one that no text keeps: an answer is read when it is whole."""
 
 
@@ -109,8 +192,18 @@ def format_of_template(template: str) -> str | None:
         return "mistral"
     if "<arg_key>" in template:
         return "glm45"
+    if "<|tool_call>" in template:
+        return "gemma4"
+    if "<|channel|>" in template:
+        return HARMONY
     if "<tool_call>" in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
+    if "<function_calls>" in template:
+        return "olmo3"
+    if "<|tool|>" in template or "functools" in template:
+        return "phi4_mini_json"
+    if "<|observation|>" in template:
+        return "glm4"
     if '"parameters"' in template and "tools" in template:
         return "llama3_json"
     return None
@@ -180,11 +273,48 @@ def _named_call(text: str) -> ToolCall | None:
     """Read ``NAME[ARGS]{...}``, perhaps with an id between."""
     name, _, arguments = text.partition("[ARGS]")
     name = name.partition("[CALL_ID]")[0].strip()
+    return ToolCall(name, arguments.strip()) if name and _is_json_object(arguments) else None
+
+
+def _is_json_object(text: str) -> bool:
     try:
-        is_object = isinstance(json.loads(arguments), dict)
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
-        is_object = False
-    return ToolCall(name, arguments.strip()) if name and is_object else None
+        return False
+
+
+def _gemma_call(text: str) -> ToolCall | None:
+    """Read ``call:NAME{...}``: JSON, but for keys without quotes and texts between marks of their own."""
+    match = _GEMMA_CALL.fullmatch(text)
+    if match is None:
+        return None
+    pieces = match[2].split('<|"|>')
+    written = [json.dumps(one) if place % 2 else _GEMMA_KEY.sub(r'\1"\2":', one) for place, one in enumerate(pieces)]
+    try:
+        return ToolCall(match[1], json.dumps(json.loads("".join(written)), ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _python_call(statement: ast.stmt) -> ToolCall:
+    """Read a call with keywords as Python writes it. Raises ValueError for anything else."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+        raise ValueError("no call with keywords alone")
+    arguments = {keyword.arg: _python_value(keyword.value) for keyword in call.keywords}
+    return ToolCall(ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False))
+
+
+def _python_value(node: ast.expr) -> Any:
+    """Return a literal's value, in which true, false and null may stand as in JSON. Raises ValueError for others."""
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.List):
+        return [_python_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): _python_value(value) for key, value in pairs if key is not None}
+    return ast.literal_eval(node)
 
 
 def _written_out(text: str, parameters: Parameters, form: re.Pattern[str], pair: re.Pattern[str]) -> ToolCall | None:

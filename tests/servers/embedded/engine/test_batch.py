@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 from sequences import sequence
 from verifiers_embedded.engine import batch as batch_module
 from verifiers_embedded.engine.batch import ActiveBatch
-from verifiers_embedded.engine.loading import check_cache
+from verifiers_embedded.engine.loading import check_cache, load_model
 from verifiers_embedded.errors import StartError
 
 TINY = {
@@ -27,12 +28,12 @@ TINY = {
 }
 
 
-def check(batch: ActiveBatch, model: Any) -> None:
-    """Compare every row's logits with a plain forward pass of its tokens."""
+def check(batch: ActiveBatch, model: Any, single: float = 1e-5) -> None:
+    """Compare every row's logits with a plain forward pass of its tokens; `single` bounds float32."""
     logits = batch.logits()
     for row, item in zip(logits, batch.sequences, strict=True):
         plain = model(input_ids=torch.tensor([item.tokens])).logits[0, -1]
-        bound = 1e-12 if row.dtype == torch.float64 else 1e-5
+        bound = 1e-12 if row.dtype == torch.float64 else single
         assert (row - plain).abs().max() <= bound * (1 + plain.abs().max())
 
 
@@ -55,6 +56,65 @@ def test_cached_logits_equal_a_plain_forward_while_rows_come_go_and_grow(
             batch.keep_only([dice.random() > 0.15 for _ in batch.sequences])
             if turn % 10 == 9:
                 batch.recompute()
+
+
+HYBRID = {**TINY, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+STATES = [
+    transformers.Qwen3_5TextConfig(
+        **HYBRID,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    transformers.GraniteMoeHybridConfig(
+        **HYBRID, num_local_experts=0, shared_intermediate_size=64, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=8
+    ),
+    transformers.Lfm2Config(**{**HYBRID, "layer_types": ["conv", "full_attention", "conv"]}),
+]
+
+
+@pytest.mark.parametrize("config", STATES, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("prefix_bytes", [0, 2**24])
+def test_layers_with_a_state_keep_it_by_row_while_rows_come_go_and_grow(
+    monkeypatch: pytest.MonkeyPatch, config: Any, prefix_bytes: int
+) -> None:
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 40)
+    # prompts that go on from kept ones take several passes, some of one token
+    monkeypatch.setattr(batch_module, "MASK_CELLS", 150)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    dice = random.Random(0)
+    batch = ActiveBatch(model, slots=6, max_model_len=256, prefix_bytes=prefix_bytes)
+    finished = [[5, 6]]
+    with torch.inference_mode():
+        for turn in range(25):
+            free = 6 - len(batch.sequences)
+            prompts = [[dice.randrange(90) for _ in range(dice.choice([1, 2, 20, 30]))] for _ in range(2)]
+            # a prompt that goes on from a finished sequence, from a part of it, and nothing of the kind
+            held = dice.choice(finished[-2:])
+            prompts += [held + [dice.randrange(90) for _ in range(dice.randint(1, 9))], held[: len(held) // 2 + 1]]
+            added = [sequence(dice.choice(prompts)) for _ in range(dice.randint(0 if batch.sequences else 1, free))]
+            batch.add(added)
+            # transformers' own scans differ by so much from its steps of one token
+            check(batch, model, single=2e-4)
+            for item in batch.sequences:
+                item.tokens.append(dice.randrange(90))
+            ended = [dice.random() < 0.3 or len(item.tokens) > 90 for item in batch.sequences]
+            long = [item.tokens for item, ends in zip(batch.sequences, ended, strict=True) if ends]
+            finished += [tokens for tokens in long if len(tokens) > 20]
+            batch.remember(ended)
+            batch.keep_only([not ends for ends in ended])
+            if turn == 12:
+                batch.recompute()
+    assert (batch.prefixes.hits > 2) == (prefix_bytes > 0)
+
+
+def test_a_model_with_states_is_not_recorded() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(STATES[2])
+    with pytest.raises(StartError, match=r"lfm2.*--cuda-graphs"):
+        ActiveBatch(model, slots=2, max_model_len=64, record=lambda run, device: run)
 
 
 def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_dir: Path, reference: Any) -> None:
@@ -89,13 +149,28 @@ def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_di
 def test_common_kinds_of_model_are_served_exactly(config: Any) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert check_cache(model, 64) == 2 * 2 * 2 * 16 * 4
+    assert check_cache(model, 64) == (2 * 2 * 2 * 16 * 4, 0)
 
 
-def test_a_model_with_recurrent_layers_is_refused_by_name() -> None:
-    config = transformers.MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)
-    with pytest.raises(StartError, match=r"mamba.*linear_attention"):
-        check_cache(transformers.AutoModelForCausalLM.from_config(config), 64)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.FalconH1Config(), "falcon_h1.*hybrid"),
+        (transformers.DeepseekV32Config(), "deepseek_v32.*indexed_attention"),
+        (transformers.MambaConfig(), "mamba.*position_ids"),
+        (transformers.T5Config(), "t5.*encoder"),
+        (transformers.ViTConfig(), "vit.*does not generate text"),
+    ],
+    ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
+)
+def test_a_model_that_cannot_be_served_is_refused_by_name_before_its_weights_are_read(
+    config: Any, reason: str, model_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(StartError, match=reason):
+        load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
 
 
 def test_a_model_whose_cached_logits_differ_is_not_served(model_dir: Path, reference: Any) -> None:

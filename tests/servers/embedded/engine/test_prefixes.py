@@ -104,3 +104,19 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
     store.keep(prompts[3], states(32))
     assert store.bytes == 3 * one
     assert [store.find(prompt) is not None for prompt in prompts] == [True, False, True, True]
+
+
+def test_where_a_state_cannot_be_cut_back_a_prefix_is_found_whole_or_not_at_all() -> None:
+    store = PrefixStore(2**20, whole=True)
+    state = [(torch.zeros(4),)]
+    for length in (40, 20, 33):
+        store.keep([*range(length), 99], state)
+    assert store.find([*range(40)]) is None
+    for length in (20, 33, 40):
+        prefix, shared = store.find([*range(length), 99, 1, 2]) or (None, 0)
+        assert prefix is not None
+        assert shared == len(prefix.tokens) == length + 1
+    # of two that are begun with, the longer one; it takes the place of the one that it goes on from
+    store.keep([*range(20), 99, *range(30)], state)
+    assert (store.find([*range(20), 99, *range(31)]) or (None, 0))[1] == 51
+    assert len(store) == 3

@@ -14,10 +14,15 @@ from verifiers_embedded.text.tool_calls import (
     ToolCall,
     call_id,
     format_of_template,
+    parse_gemma4,
     parse_glm,
+    parse_glm4,
+    parse_harmony,
     parse_hermes,
     parse_llama3_json,
     parse_mistral,
+    parse_olmo3,
+    parse_phi4_mini,
     parse_qwen3_coder,
 )
 
@@ -106,6 +111,52 @@ def test_values_between_tags_convert_by_the_tools_schema(name: str, written: str
         assert answer.content == "go"
         assert [call.name for call in answer.calls] == ["run"]
         assert json.loads(answer.calls[0].arguments) == {name: value}
+
+
+def test_olmo_calls_are_lines_of_python_or_none() -> None:
+    answer = parse_olmo3(
+        'go\n<function_calls>\nf(a="x, (y)", b=[1, true, null], c={"k": -2.5})\ng.h()\n</function_calls>', {}
+    )
+    assert answer.content == "go"
+    assert [call.name for call in answer.calls] == ["f", "g.h"]
+    assert json.loads(answer.calls[0].arguments) == {"a": "x, (y)", "b": [1, True, None], "c": {"k": -2.5}}
+    for text in ("f(1)", "f(**a)", "f(a=g())", "f(a=b)", "f", "f(a=1", "[" * 100_000):
+        assert parse_olmo3(f"<function_calls>{text}</function_calls>", {}).calls == ()
+
+
+def test_gemma_calls_have_keys_without_quotes_and_texts_between_marks() -> None:
+    text = '<|tool_call>call:f{a:<|"|>x, b:"{y}"<|"|>,n:[1,{k:true}]}<tool_call|><|tool_call>call:g{}<tool_call|>'
+    first, second = parse_gemma4(f"go{text}", {}).calls
+    assert (first.name, json.loads(first.arguments)) == ("f", {"a": 'x, b:"{y}"', "n": [1, {"k": True}]})
+    assert second == ToolCall("g", "{}")
+    assert parse_gemma4('<|tool_call>call:f{a:<|"|>x}<tool_call|>', {}).calls == ()
+
+
+def test_glm_4_calls_name_a_tool_of_the_request() -> None:
+    text = 'f\n{"a":  1}<|assistant|>g\n{}'
+    assert parse_glm4(text, {"f": {}, "g": {}}).calls == (ToolCall("f", '{"a":  1}'), ToolCall("g", "{}"))
+    assert parse_glm4(text, {"h": {}}).calls == ()
+
+
+def test_phi_calls_are_a_list_behind_either_mark() -> None:
+    for mark in ("<|tool_call|>", "functools"):
+        answer = parse_phi4_mini(f'go{mark}[{{"name": "f", "arguments": {{"a":1}}}}]<|/tool_call|>', {})
+        assert (answer.content, answer.calls) == ("go", (ToolCall("f", '{"a":1}'),))
+    assert parse_phi4_mini("functools are useful", {}).calls == ()
+
+
+def test_harmony_tells_analysis_calls_and_what_is_said_apart() -> None:
+    answer = parse_harmony(
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>let me see<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":1}<|call|>',
+        {},
+    )
+    assert (answer.reasoning, answer.content, answer.calls) == ("hm", "let me see", (ToolCall("f", '{"a":1}'),))
+    cut = parse_harmony("<|channel|>analysis<|message|>and so", {})
+    assert (cut.reasoning, cut.content) == ("and so", "")
+    # an address may stand before the channel
+    to = parse_harmony(" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", {})
+    assert to.calls == (ToolCall("f", "{}"),)
 
 
 def test_llama_calls_are_the_whole_answer_or_none() -> None:
