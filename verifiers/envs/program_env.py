@@ -227,9 +227,11 @@ class _Program:
         self._ran = ran
         if ran.timed_out:
             raise AgentError(f"{self} did not end within wall_time_s={timeout_s:g}{self.last_errors}")
-        if ran.exit_code is not None and ran.exit_code < 0:
+        # containers give 128 and the signal
+        signal = -ran.exit_code if ran.exit_code and ran.exit_code < 0 else (ran.exit_code or 0) - 128
+        if 0 < signal < 32:
             raise AgentError(
-                f"{self} was killed by signal {-ran.exit_code}; where its memory ran out, raise the sandbox's "
+                f"{self} was killed by signal {signal}; where its memory ran out, raise the sandbox's "
                 f"memory_bytes{self.last_errors}"
             )
         if ran.exit_code != 0:

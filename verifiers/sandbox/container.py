@@ -11,6 +11,7 @@ import asyncio
 import errno
 import importlib.resources
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -26,14 +27,28 @@ HOME = "/sandbox"
 _START_S = 300.0
 _TOOL_S = 30.0
 _FILE_S = 60.0
+_DEATH_S = 0.5
+# podman waits ten seconds for a shell that ignores SIGTERM
+_AT_ONCE = {"podman": ["--time=0"], "docker": []}
+_KILLED = 128 + 9
 _USER = "1000:1000"
+# the relay's, which no command can stop or write to
+_RELAY_USER = "1001:1001"
+# podman asks for more than a machine may have where no limit is given, and goes no higher than this itself
+_USER_PROCESSES = 1 << 15
 _MAIN = "echo ready; exec cat >/dev/null"
 _SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi'
-_READ = 'exec cat <"$1"'
-_WRITE = 'case "$1" in */*) mkdir -p "${1%/*}" || exit 1;; esac; exec cat >"$1"'
-_START = 'echo $$ >"$1"; shift; exec "$@"'
-_KILL_ALL = "kill -9 -1"
-_KILL_ONE = 'kill -9 "$(cat "$1")"'
+# a pipe or a device would block whoever opens it
+_REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || [ -d "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
+_READ = _REGULAR + 'exec cat <"$1"'
+_WRITE = 'case "$1" in */*) mkdir -p "${1%/*}" || exit 1;; esac; ' + _REGULAR + 'exec cat >"$1"'
+# a command that is given up may not have begun: the file tells it not to
+_GATE = '[ ! -e "$1.gone" ] || exit 137; shift; exec "$@"'
+_START = 'echo $$ >"$1"; ' + _GATE
+_KILL_ALL = ': >"$1.gone"; kill -9 -1'
+_KILL_ONE = ': >"$1.gone"; kill -9 "$(cat "$1")"'
+# what a shell answers that was started and found nobody to kill
+_NOBODY = 1
 
 
 async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
@@ -53,7 +68,9 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
 
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
-    limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    user_processes = _USER_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, _USER_PROCESSES)
+    limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0, "nproc": user_processes}
     if spec.cpu_time_s is not None:
         limits["cpu"] = max(1, round(spec.cpu_time_s))
     disk = f"rw,exec,nosuid,nodev,mode=1777,size={spec.disk_bytes // 2}"
@@ -83,6 +100,8 @@ class _Client:
             self.process = subprocess.Popen(
                 arguments,
                 env={**os.environ, **(env or {})},
+                # podman's monitor leaves a file named "oom" where it may write
+                cwd="/proc" if os.path.isdir("/proc") else "/",
                 stdin=theirs[0],
                 stdout=theirs[1],
                 stderr=theirs[2],
@@ -129,25 +148,40 @@ class ContainerSandbox(Sandbox):
                 f"image {self.spec.image!r} can be had, or take another level."
             )
 
-    def _exec(self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None) -> _Client:
+    def _check_alive(self) -> None:
         if self._closing is not None:
             raise SandboxError("The sandbox is closed.")
         if self._main.process.poll() is not None:
             raise SandboxError("The sandbox died: its container ended.")
+
+    def _exec(
+        self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None, user: str = _USER
+    ) -> _Client:
+        self._check_alive()
         # without its value, which the tool takes from its own environment: an argument could be read by every user
         options = [*(["--interactive"] if stdin else []), *(f"--env={name}" for name in env or ())]
         return _Client(
-            [self._tool, "exec", *options, f"--user={_USER}", f"--workdir={HOME}", self.name, *command],
+            [self._tool, "exec", *options, f"--user={user}", f"--workdir={HOME}", self.name, *command],
             stdin=stdin,
             env=env,
         )
 
-    async def _kill_inside(self, *script: str) -> None:
-        """Run a shell script that kills, with the rights of the commands."""
-        killer = self._exec(["sh", "-c", script[0], "sh", *script[1:]], stdin=False)
+    async def _kill_inside(self, script: str, note: str) -> None:
+        """Run a shell script that kills, with the rights of the commands; end the container where it cannot start."""
+        killer = self._exec(["sh", "-c", script, "sh", note], stdin=False)
         with drained(killer.pipes, None, 0, 0, lambda: None):
             if not await killer.ended(_TOOL_S):
                 await killer.end()
+        if killer.process.returncode not in (0, _NOBODY, _KILLED):
+            # the commands have taken every process that there may be
+            await self._remove()
+
+    async def _remove(self) -> None:
+        remover = _Client([self._tool, "rm", "--force", *_AT_ONCE[self._tool], self.name], stdin=False)
+        close_all(remover.pipes)
+        if not await remover.ended(_TOOL_S):
+            await remover.end()
+        await self._main.ended(_TOOL_S)
 
     async def _exchange(
         self,
@@ -159,7 +193,8 @@ class ContainerSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
     ) -> tuple[int | None, Drain, Drain]:
         """Run a command to its end; return its exit code (None: its time ran out), stdout and stderr."""
-        client = self._exec(command, stdin=stdin is not None, env=env)
+        note = f"/tmp/.{uuid.uuid4().hex}"
+        client = self._exec(["sh", "-c", _GATE, "sh", note, *command], stdin=stdin is not None, env=env)
         flooded = asyncio.Event()
         with drained(client.pipes, stdin, keep_bytes, self.spec.output_bytes, flooded.set) as (out, err):
             try:
@@ -167,18 +202,22 @@ class ContainerSandbox(Sandbox):
                 while not has_ended and not flooded.is_set() and time.monotonic() < end:
                     has_ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
                 if not has_ended:
-                    await self._kill_inside(_KILL_ALL)
+                    await self._kill_inside(_KILL_ALL, note)
                     await client.end()
             except BaseException:
-                await self._give_up(client)
+                await self._give_up(client, note)
                 raise
+        if has_ended and client.process.returncode == _KILLED:
+            # the end of the container looks like that of the command, and is told a moment later
+            await self._main.ended(_DEATH_S)
+            self._check_alive()
         timed_out = not has_ended and not flooded.is_set()
         return None if timed_out else client.process.returncode, out, err
 
-    async def _give_up(self, client: _Client) -> None:
+    async def _give_up(self, client: _Client, note: str) -> None:
         """End the command of a caller that was cancelled, though it be cancelled a second time."""
         if self._closing is None and client.process.poll() is None:
-            await asyncio.shield(self._kill_inside(_KILL_ALL))
+            await asyncio.shield(self._kill_inside(_KILL_ALL, note))
         await client.end()
 
     async def _run(
@@ -190,15 +229,18 @@ class ContainerSandbox(Sandbox):
         )
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:
-        note = f"/tmp/.started-{uuid.uuid4().hex}"
-        client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True)
+        return self._start(command, _USER)
+
+    def _start(self, command: Sequence[str], user: str) -> SandboxProcess:
+        note = f"/tmp/.{uuid.uuid4().hex}"
+        client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True, user=user)
         process = ContainerProcess(self, client, note)
         self._started.add(process)
         return process
 
     async def _start_relay(self, target: str) -> SandboxProcess:
         source = importlib.resources.files(__package__).joinpath("relay.py").read_text(encoding="utf-8")
-        return await self.start(["python3", "-I", "-S", "-c", source, target])
+        return self._start(["python3", "-I", "-S", "-c", source, target], _RELAY_USER)
 
     async def kill_started(self, process: ContainerProcess, note: str) -> None:
         self._started.discard(process)
@@ -225,10 +267,7 @@ class ContainerSandbox(Sandbox):
         os.close(self._main.pipes[0])
         try:
             if not await self._main.ended(_TOOL_S / 3):
-                remover = _Client([self._tool, "rm", "--force", self.name], stdin=False)
-                close_all(remover.pipes)
-                if not await remover.ended(_TOOL_S):
-                    await remover.end()
+                await self._remove()
                 await self._main.end()
             for process in list(self._started):
                 await process.end()
