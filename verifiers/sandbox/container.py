@@ -13,14 +13,19 @@ import importlib.resources
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from verifiers.errors import SandboxError
 from verifiers.sandbox.pipes import Drain, LineReader, SandboxProcess, close_all, drained, ended, open_pipes
 from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec
+
+C = TypeVar("C", bound="ContainerSandbox")
 
 HOME = "/sandbox"
 # the image may have to be fetched
@@ -28,6 +33,8 @@ _START_S = 300.0
 _TOOL_S = 30.0
 _FILE_S = 60.0
 _DEATH_S = 0.5
+_COPY_S = 600.0
+_PRINTED_BYTES = 8 << 20
 # podman waits ten seconds for a shell that ignores SIGTERM
 _AT_ONCE = {"podman": ["--time=0"], "docker": []}
 _KILLED = 128 + 9
@@ -53,12 +60,23 @@ _NOBODY = 1
 
 async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
     """Open a container. Raises SandboxError when the tool is not there or cannot start one."""
+    return await _started(lambda: ContainerSandbox(spec, tool), tool)
+
+
+async def open_image(
+    spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None
+) -> ImageContainer:
+    """Open a container that is as its image has it; arguments and errors as `ImageContainer`, `open_container`."""
+    return await _started(lambda: ImageContainer(spec, tool, network=network, cpus=cpus), tool)
+
+
+async def _started(start: Callable[[], C], tool: str) -> C:
     if shutil.which(tool) is None:
         raise SandboxError(
             f"The isolation level {tool!r} needs the command {tool!r}, which is not on PATH: install it, or take "
             "another level."
         )
-    sandbox = ContainerSandbox(spec, tool)
+    sandbox = start()
     try:
         await sandbox.wait_until_ready()
     except BaseException:
@@ -68,9 +86,8 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
 
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    user_processes = _USER_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, _USER_PROCESSES)
-    limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0, "nproc": user_processes}
+    limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
+    limits["nproc"] = _at_most(_USER_PROCESSES, resource.RLIMIT_NPROC)
     if spec.cpu_time_s is not None:
         limits["cpu"] = max(1, round(spec.cpu_time_s))
     disk = f"rw,exec,nosuid,nodev,mode=1777,size={spec.disk_bytes // 2}"
@@ -89,6 +106,23 @@ def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
         *(f"--volume={path}:{path}:ro" for path in spec.readable),
         *(spec.image, "sh", "-c", _MAIN),
     ]
+
+
+def _at_most(limit: int, kind: int) -> int:
+    """Return a limit, or this process's own hard one where that is lower and so can not be raised."""
+    hard = resource.getrlimit(kind)[1]
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
+async def call_tool(tool: str, *arguments: str, timeout_s: float = _TOOL_S) -> tuple[int | None, str]:
+    """Run a command of the tool to its end; return its exit code (None: its time ran out) and what it printed."""
+    client = _Client([tool, *arguments], stdin=False)
+    with drained(client.pipes, None, _PRINTED_BYTES, _PRINTED_BYTES, lambda: None) as (out, err):
+        try:
+            has_ended = await client.ended(timeout_s)
+        finally:
+            await client.end()
+    return client.process.returncode if has_ended else None, out.text + err.text
 
 
 class _Client:
@@ -117,21 +151,31 @@ class _Client:
         return await ended(self.process, limit_s)
 
     async def end(self) -> None:
-        """Kill it. What it started inside the container is not touched."""
-        self.process.kill()
+        """Kill it with what it started here. What it started inside the container is not touched."""
+        if self.process.poll() is None:
+            # it began a session of its own
+            os.killpg(self.process.pid, signal.SIGKILL)
         await self.ended(None)
 
 
 class ContainerSandbox(Sandbox):
+    user: str | None = _USER
+    workdir: str | None = HOME
+    _kill_all = _KILL_ALL
+    _gate = _GATE
+
     def __init__(self, spec: SandboxSpec, tool: str) -> None:
         self.isolation = tool
         self.spec = spec
         self.name = f"verifiers-{uuid.uuid4().hex}"
         self._tool = tool
         self._started: set[ContainerProcess] = set()
-        self._main = _Client(run_arguments(spec, tool, self.name), stdin=True)
+        self._main = _Client(self._run_arguments(), stdin=True)
         self._out = LineReader(self._main.pipes[1], 1 << 16)
         self._err = Drain(self._main.pipes[2], 1 << 14, lambda: None)
+
+    def _run_arguments(self) -> list[str]:
+        return run_arguments(self.spec, self._tool, self.name)
 
     async def wait_until_ready(self) -> None:
         try:
@@ -155,16 +199,14 @@ class ContainerSandbox(Sandbox):
             raise SandboxError("The sandbox died: its container ended.")
 
     def _exec(
-        self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None, user: str = _USER
+        self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None, user: str | None = None
     ) -> _Client:
         self._check_alive()
         # without its value, which the tool takes from its own environment: an argument could be read by every user
         options = [*(["--interactive"] if stdin else []), *(f"--env={name}" for name in env or ())]
-        return _Client(
-            [self._tool, "exec", *options, f"--user={user}", f"--workdir={HOME}", self.name, *command],
-            stdin=stdin,
-            env=env,
-        )
+        places = {"user": user or self.user, "workdir": self.workdir}
+        options += [f"--{name}={value}" for name, value in places.items() if value is not None]
+        return _Client([self._tool, "exec", *options, self.name, *command], stdin=stdin, env=env)
 
     async def _kill_inside(self, script: str, note: str) -> None:
         """Run a shell script that kills, with the rights of the commands; end the container where it cannot start."""
@@ -177,10 +219,7 @@ class ContainerSandbox(Sandbox):
             await self._remove()
 
     async def _remove(self) -> None:
-        remover = _Client([self._tool, "rm", "--force", *_AT_ONCE[self._tool], self.name], stdin=False)
-        close_all(remover.pipes)
-        if not await remover.ended(_TOOL_S):
-            await remover.end()
+        await call_tool(self._tool, "rm", "--force", *_AT_ONCE[self._tool], self.name)
         await self._main.ended(_TOOL_S)
 
     async def _exchange(
@@ -194,7 +233,7 @@ class ContainerSandbox(Sandbox):
     ) -> tuple[int | None, Drain, Drain]:
         """Run a command to its end; return its exit code (None: its time ran out), stdout and stderr."""
         note = f"/tmp/.{uuid.uuid4().hex}"
-        client = self._exec(["sh", "-c", _GATE, "sh", note, *command], stdin=stdin is not None, env=env)
+        client = self._exec(["sh", "-c", self._gate, "sh", note, *command], stdin=stdin is not None, env=env)
         flooded = asyncio.Event()
         with drained(client.pipes, stdin, keep_bytes, self.spec.output_bytes, flooded.set) as (out, err):
             try:
@@ -202,7 +241,7 @@ class ContainerSandbox(Sandbox):
                 while not has_ended and not flooded.is_set() and time.monotonic() < end:
                     has_ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
                 if not has_ended:
-                    await self._kill_inside(_KILL_ALL, note)
+                    await self._kill_inside(self._kill_all, note)
                     await client.end()
             except BaseException:
                 await self._give_up(client, note)
@@ -217,7 +256,7 @@ class ContainerSandbox(Sandbox):
     async def _give_up(self, client: _Client, note: str) -> None:
         """End the command of a caller that was cancelled, though it be cancelled a second time."""
         if self._closing is None and client.process.poll() is None:
-            await asyncio.shield(self._kill_inside(_KILL_ALL, note))
+            await asyncio.shield(self._kill_inside(self._kill_all, note))
         await client.end()
 
     async def _run(
@@ -229,9 +268,9 @@ class ContainerSandbox(Sandbox):
         )
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:
-        return self._start(command, _USER)
+        return self._start(command)
 
-    def _start(self, command: Sequence[str], user: str) -> SandboxProcess:
+    def _start(self, command: Sequence[str], user: str | None = None) -> SandboxProcess:
         note = f"/tmp/.{uuid.uuid4().hex}"
         client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True, user=user)
         process = ContainerProcess(self, client, note)
@@ -274,6 +313,66 @@ class ContainerSandbox(Sandbox):
         finally:
             self._out.close()
             self._err.close()
+
+
+class ImageContainer(ContainerSandbox):
+    """A container as its image has it: writable, with the image's users, rights and working directory.
+
+    A command whose time runs out is killed with its process group; what it put into the background stays. All files
+    of the container are on the tool's disk, of which `file_bytes` bounds each.
+
+    Args:
+        network: the tool's default network, instead of none.
+        cpus: processors that it may keep busy; None for all.
+
+    Attributes:
+        user: whom commands run as; None for the image's own.
+        workdir: where they run; None for the image's own.
+    """
+
+    user: str | None = None
+    workdir: str | None = None
+    _kill_all = ': >"$1.gone"; kill -9 -- -"$(cat "$1")"'
+    _gate = _START
+
+    def __init__(self, spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None) -> None:
+        self._network = network
+        self._cpus = cpus
+        super().__init__(spec, tool)
+
+    def _run_arguments(self) -> list[str]:
+        spec = self.spec
+        limits = {"fsize": spec.file_bytes, "core": 0, "nofile": _at_most(1 << 16, resource.RLIMIT_NOFILE)}
+        limits["nproc"] = _at_most(_USER_PROCESSES, resource.RLIMIT_NPROC)
+        return [
+            *(self._tool, "run", "--rm", "--interactive", "--init", f"--name={self.name}"),
+            *("--label=verifiers.sandbox=1", "--user=0", "--entrypoint=sh"),
+            *([] if self._network else ["--network=none"]),
+            *([] if self._cpus is None else [f"--cpus={self._cpus:g}"]),
+            *(
+                f"--pids-limit={spec.processes}",
+                f"--memory={spec.memory_bytes}",
+                f"--memory-swap={spec.memory_bytes}",
+            ),
+            *(f"--ulimit={name}={value}:{value}" for name, value in limits.items()),
+            *(f"--env={name}={value}" for name, value in spec.env.items()),
+            *(f"--volume={path}:{path}:ro" for path in spec.readable),
+            *(spec.image, "-c", _MAIN),
+        ]
+
+    async def copy_in(self, source: Path, target: str) -> None:
+        """Copy what a directory holds into one that is there. Raises SandboxError."""
+        await self._copy(f"{source}/.", f"{self.name}:{target}")
+
+    async def copy_out(self, source: str, target: Path) -> None:
+        """Copy a file or a directory to this machine. Raises SandboxError."""
+        await self._copy(f"{self.name}:{source}", str(target))
+
+    async def _copy(self, source: str, target: str) -> None:
+        self._check_alive()
+        code, said = await call_tool(self._tool, "cp", source, target, timeout_s=_COPY_S)
+        if code != 0:
+            raise SandboxError(f"{source} could not be copied to {target}: {said.strip() or 'its time ran out'}")
 
 
 class ContainerProcess(SandboxProcess):
