@@ -161,6 +161,8 @@ class _Client:
 class ContainerSandbox(Sandbox):
     user: str | None = _USER
     workdir: str | None = HOME
+    # None: the user of the commands, whose processes it may kill and no others
+    _killer: str | None = None
     _kill_all = _KILL_ALL
     _gate = _GATE
 
@@ -209,8 +211,8 @@ class ContainerSandbox(Sandbox):
         return _Client([self._tool, "exec", *options, self.name, *command], stdin=stdin, env=env)
 
     async def _kill_inside(self, script: str, note: str) -> None:
-        """Run a shell script that kills, with the rights of the commands; end the container where it cannot start."""
-        killer = self._exec(["sh", "-c", script, "sh", note], stdin=False)
+        """Run a shell script that kills; end the container where it cannot start."""
+        killer = self._exec(["sh", "-c", script, "sh", note], stdin=False, user=self._killer)
         with drained(killer.pipes, None, 0, 0, lambda: None):
             if not await killer.ended(_TOOL_S):
                 await killer.end()
@@ -332,7 +334,8 @@ class ImageContainer(ContainerSandbox):
 
     user: str | None = None
     workdir: str | None = None
-    _kill_all = ': >"$1.gone"; kill -9 -- -"$(cat "$1")"'
+    _killer = "0"
+    _kill_all = ': >"$1.gone"; kill -9 -"$(cat "$1")"'
     _gate = _START
 
     def __init__(self, spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None) -> None:
