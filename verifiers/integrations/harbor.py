@@ -118,6 +118,7 @@ class HarborEnv(ToolEnv):
         self.tool = tool or _installed_tool()
         self._check_network(found)
         self._images: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[str]] = {}
+        self._turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
         self._program: _TaskProgram | None = None
         if agent not in ("shell", ORACLE):
             words = ["sh", "-c", agent] if isinstance(agent, str) else checked_words("agent", agent)
@@ -198,7 +199,10 @@ class HarborEnv(ToolEnv):
         tag = f"localhost/verifiers-harbor:{content_digest(task.path / 'environment')[:32]}"
         building = self._images.get((loop, tag))
         if building is None:
-            building = self._images[loop, tag] = loop.create_task(_build(self.tool, tag, task))
+            turns = self._turns.setdefault(loop, asyncio.Semaphore(os.cpu_count() or 1))
+            building = self._images[loop, tag] = loop.create_task(_build(self.tool, tag, task, turns))
+            # those that wait may have been cancelled
+            building.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(building)
 
     async def shell(self, command: str) -> str:
@@ -480,15 +484,13 @@ def read_rewards(name: str, text: bytes) -> tuple[str, dict[str, float]]:
 
 # -- images ---------------------------------------------------------------------------------------------------------
 
-_builds = asyncio.Semaphore(max(1, os.cpu_count() or 1))
 
-
-async def _build(tool: ContainerTool, tag: str, task: HarborTask) -> str:
+async def _build(tool: ContainerTool, tag: str, task: HarborTask, turns: asyncio.Semaphore) -> str:
     """Build a task's image unless it is there. Raises SandboxError with the last lines of the log."""
     if (await call_tool(tool, "image", "inspect", "--format={{.Id}}", tag))[0] == 0:
         return tag
     limit_s = task.environment.build_timeout_sec
-    async with _builds:
+    async with turns:
         started = time.monotonic()
         # the task's own commands are not the policy's, and may fetch packages
         arguments = ("build", "--network=host", f"--tag={tag}", str(task.path / "environment"))

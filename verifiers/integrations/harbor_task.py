@@ -31,11 +31,11 @@ _COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "
 # -- task.toml, schemas 1.0 to 1.4; what it has beside these is named once and left out -----------------------------
 
 
-class _Table(BaseModel):
+class _TaskSection(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class Healthcheck(_Table):
+class Healthcheck(_TaskSection):
     """A command that has to succeed before the agent begins, with the meaning of docker's HEALTHCHECK."""
 
     command: str
@@ -46,17 +46,17 @@ class Healthcheck(_Table):
     retries: int = Field(default=3, ge=1)
 
 
-class _Phase(_Table):
+class _Phase(_TaskSection):
     user: str | int | None = None
     network_mode: str | None = None
     allowed_hosts: list[str] | None = None
 
 
-class AgentTable(_Phase):
+class AgentSection(_Phase):
     timeout_sec: float | None = Field(default=None, gt=0)
 
 
-class VerifierTable(_Phase):
+class VerifierSection(_Phase):
     timeout_sec: float | None = Field(default=None, gt=0)
     env: dict[str, str] = {}
     environment_mode: str | None = None
@@ -64,7 +64,7 @@ class VerifierTable(_Phase):
     collect: list[dict[str, Any]] = []
 
 
-class EnvironmentTable(_Table):
+class ContainerSection(_TaskSection):
     """What the container is made of and may use."""
 
     build_timeout_sec: float = Field(default=600.0, gt=0)
@@ -100,20 +100,20 @@ class EnvironmentTable(_Table):
         return data
 
 
-class StepTable(_Table):
+class StepSection(_TaskSection):
     name: str
-    agent: AgentTable = AgentTable()
-    verifier: VerifierTable = VerifierTable()
+    agent: AgentSection = AgentSection()
+    verifier: VerifierSection = VerifierSection()
     min_reward: float | dict[str, float] | None = None
     healthcheck: Healthcheck | None = None
     artifacts: list[str | dict[str, Any]] = []
 
 
-class SolutionTable(_Table):
+class SolutionSection(_TaskSection):
     env: dict[str, str] = {}
 
 
-class TaskTable(_Table):
+class TaskFile(_TaskSection):
     """The content of a task.toml."""
 
     schema_version: str | None = None
@@ -121,12 +121,12 @@ class TaskTable(_Table):
     task: dict[str, Any] | None = None
     metadata: dict[str, Any] = {}
     source: str | None = None
-    agent: AgentTable = AgentTable()
-    verifier: VerifierTable = VerifierTable()
-    environment: EnvironmentTable = EnvironmentTable()
-    solution: SolutionTable = SolutionTable()
+    agent: AgentSection = AgentSection()
+    verifier: VerifierSection = VerifierSection()
+    environment: ContainerSection = ContainerSection()
+    solution: SolutionSection = SolutionSection()
     multi_step_reward_strategy: Literal["mean", "final"] | None = None
-    steps: list[StepTable] = []
+    steps: list[StepSection] = []
     artifacts: list[str | dict[str, Any]] = []
 
 
@@ -167,13 +167,13 @@ class HarborTask:
 
     name: str
     path: Path
-    table: TaskTable
+    table: TaskFile
     digest: str
     steps: tuple[TaskStep, ...]
     artifacts: tuple[str, ...]
 
     @property
-    def environment(self) -> EnvironmentTable:
+    def environment(self) -> ContainerSection:
         return self.table.environment
 
 
@@ -206,7 +206,7 @@ def read_tasks(path: str | Path, names: Sequence[str] | None = None) -> list[Har
 
 def _read_task(folder: Path, unknown: dict[str, str]) -> HarborTask:
     try:
-        table = TaskTable.model_validate(tomllib.loads((folder / TASK_FILE).read_text(encoding="utf-8")))
+        table = TaskFile.model_validate(tomllib.loads((folder / TASK_FILE).read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ConfigError(f"{folder / TASK_FILE} cannot be read: {_first_problem(error)}.") from error
     for key in _unknown_keys(table):
@@ -226,8 +226,8 @@ def _read_task(folder: Path, unknown: dict[str, str]) -> HarborTask:
     )
 
 
-def _steps(table: TaskTable, folder: Path) -> Iterator[TaskStep]:
-    for step in table.steps or [StepTable(name="")]:
+def _steps(table: TaskFile, folder: Path) -> Iterator[TaskStep]:
+    for step in table.steps or [StepSection(name="")]:
         if step.name and not _STEP_NAME.fullmatch(step.name):
             raise ConfigError(f"the task {folder.name!r} has a step {step.name!r}, which is no name of a folder.")
         own = folder / "steps" / step.name if step.name else folder
@@ -257,11 +257,11 @@ def _steps(table: TaskTable, folder: Path) -> Iterator[TaskStep]:
         )
 
 
-def _artifacts(table: TaskTable) -> list[str | dict[str, Any]]:
+def _artifacts(table: TaskFile) -> list[str | dict[str, Any]]:
     return [*table.artifacts, *(one for step in table.steps for one in step.artifacts)]
 
 
-def _refusals(table: TaskTable, folder: Path) -> Iterator[str]:
+def _refusals(table: TaskFile, folder: Path) -> Iterator[str]:
     """Yield what the task needs and cannot be had here."""
     environment = table.environment
     if environment.os.lower() != "linux":
