@@ -135,6 +135,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/evaluate.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/python_tool.py
+	$(BIN)/python benchmarks/containers.py
 	$(BIN)/python benchmarks/embedded_server.py
 	$(BIN)/python benchmarks/dataserver.py
 	$(BIN)/python benchmarks/overlap.py

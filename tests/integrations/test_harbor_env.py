@@ -127,15 +127,15 @@ def test_an_edited_task_is_another_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "rewards"),
     [
-        ("reward.txt", b" 0.5\n", {"reward": 0.5}),
-        ("reward.json", b"1", {"reward": 1.0}),
-        ("reward.json", b'{"a": 1, "b": 0}', {"a": 1.0, "b": 0.0}),
-        *(("reward.txt", text, None) for text in (b"", b"nan", b"great")),
-        *(("reward.json", text, None) for text in (b"{}", b"[1]", b'{"a": "1"}', b'{"a": 1e999}', b"{")),
+        ("reward.txt", " 0.5\n", {"reward": 0.5}),
+        ("reward.json", "1", {"reward": 1.0}),
+        ("reward.json", '{"a": 1, "b": 0}', {"a": 1.0, "b": 0.0}),
+        *(("reward.txt", text, None) for text in ("", "nan", "great")),
+        *(("reward.json", text, None) for text in ("{}", "[1]", '{"a": "1"}', '{"a": 1e999}', "{")),
     ],
 )
 def test_a_reward_is_a_finite_number_or_a_table_of_them(
-    name: str, text: bytes, rewards: dict[str, float] | None
+    name: str, text: str, rewards: dict[str, float] | None
 ) -> None:
     problem, found = read_rewards(name, text)
     assert (found, bool(problem)) == (rewards or {}, rewards is None)

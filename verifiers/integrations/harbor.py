@@ -51,14 +51,21 @@ SYSTEM_PROMPT = (
 _MEMORY_MB, _STORAGE_MB, _PROCESSES = 4096.0, 10240.0, 4096
 _LOG_LINES, _LOG_CHARS = 20, 20_000
 _ARTIFACT_BYTES, _ARTIFACTS = 64 << 10, 20
-_REWARD_BYTES = 1 << 20
 _ROOT = "0"
 _FOLDERS = (
     "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs/agent /logs/verifier /logs/artifacts"
 )
 # the tests are nobody's but the task's, and no reward is older than they
 _CLEAR = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
-_TEST = "/tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
+# one command, as each costs as much as a container: the name and the text of the reward, and the end of the output
+_OUTPUT = f"tail -c {_LOG_CHARS} /logs/verifier/test-stdout.txt"
+_TEST = f"""
+/tests/test.sh > /logs/verifier/test-stdout.txt 2>&1
+for name in reward.json reward.txt; do
+    if [ -e /logs/verifier/$name ]; then echo $name; cat /logs/verifier/$name; break; fi
+done
+{_OUTPUT} >&2
+"""
 
 _trial_of_rollout: ContextVar[_Trial] = ContextVar("trial_of_rollout")
 
@@ -186,7 +193,8 @@ class HarborEnv(ToolEnv):
             image=image,
         )
         has_network = self.network == "task" and environment.network_mode == "public"
-        async with await open_image(spec, self.tool, network=has_network, cpus=environment.cpus) as container:
+        options: dict[str, Any] = {"network": has_network, "cpus": environment.cpus, "prepare": _FOLDERS}
+        async with await open_image(spec, self.tool, **options) as container:
             trial = _Trial(task, container)
             await trial.begin()
             yield trial
@@ -344,7 +352,6 @@ class _Trial:
     async def begin(self) -> None:
         """Prepare the container for the first step. Raises SandboxError where it does not become healthy."""
         self.container.workdir = self.task.environment.workdir
-        await self._as_root(_FOLDERS)
         await self._be_healthy(self.task.environment.healthcheck)
         await self._prepare()
 
@@ -381,7 +388,8 @@ class _Trial:
             raise SandboxError(f"the task {self.task.name!r} has no solution/solve.sh, which the oracle runs.")
         await self._copy("/solution", self.step.solution)
         variables = {"DEBIAN_FRONTEND": "noninteractive", **resolved(self.task.table.solution.env)}
-        await self._as_root("chmod +x /solution/solve.sh")
+        if not os.access(self.step.solution / "solve.sh", os.X_OK):
+            await self._as_root("chmod +x /solution/solve.sh")
         return await self.container.run("/solution/solve.sh", timeout_s=self.remaining_s, env=variables)
 
     async def _test(self) -> None:
@@ -394,26 +402,17 @@ class _Trial:
         container.user = step.verifier_user
         ran = await container.run(_TEST, timeout_s=step.verifier_timeout_s, env=resolved(step.verifier_env))
         container.user = _ROOT
-        output = await container.run(f"tail -c {_LOG_CHARS} /logs/verifier/test-stdout.txt")
-        self._outputs.append(output.stdout)
-        self.problem = f"test.sh did not end within verifier.timeout_sec={step.verifier_timeout_s:g}"
-        if not ran.timed_out:
-            await self._read_rewards()
-
-    async def _read_rewards(self) -> None:
-        for name in ("reward.json", "reward.txt"):
-            try:
-                text = await self.container.read(f"/logs/verifier/{name}", max_bytes=_REWARD_BYTES)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                self.problem = f"{name} of the tests cannot be read: {error.strerror}"
-                return
+        self._outputs.append((await container.run(_OUTPUT)).stdout if ran.timed_out else ran.stderr)
+        name, _, text = ran.stdout.partition("\n")
+        rewards: dict[str, float] = {}
+        if ran.timed_out:
+            self.problem = f"test.sh did not end within verifier.timeout_sec={step.verifier_timeout_s:g}"
+        elif not name:
+            self.problem = f"test.sh left neither reward.txt nor reward.json{_last_lines(ran.stderr)}"
+        else:
             self.problem, rewards = read_rewards(name, text)
-            if not self.problem:
-                self._rewards.append(rewards)
-            return
-        self.problem = f"test.sh left neither reward.txt nor reward.json{_last_lines(self._outputs[-1])}"
+        if rewards:
+            self._rewards.append(rewards)
 
     def rewards(self) -> dict[str, float]:
         """Return the rewards of the steps in one, by the task's multi_step_reward_strategy."""
@@ -436,7 +435,6 @@ class _Trial:
         return {"test_output": shortened("\n".join(self._outputs), max_chars), "artifacts": artifacts}
 
     async def _copy(self, target: str, *sources: Path) -> None:
-        await self._as_root(f"mkdir -p {target}")
         for source in sources:
             await self.container.copy_in(source, target)
 
@@ -469,7 +467,7 @@ class _Trial:
             await asyncio.sleep(check.interval_sec)
 
 
-def read_rewards(name: str, text: bytes) -> tuple[str, dict[str, float]]:
+def read_rewards(name: str, text: str) -> tuple[str, dict[str, float]]:
     """Return why a file has no rewards, or "", and its rewards by name; a single number is named "reward"."""
     try:
         value = json.loads(text) if name.endswith(".json") else float(text)

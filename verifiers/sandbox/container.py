@@ -64,10 +64,10 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
 
 
 async def open_image(
-    spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None
+    spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None, prepare: str = ""
 ) -> ImageContainer:
     """Open a container that is as its image has it; arguments and errors as `ImageContainer`, `open_container`."""
-    return await _started(lambda: ImageContainer(spec, tool, network=network, cpus=cpus), tool)
+    return await _started(lambda: ImageContainer(spec, tool, network, cpus, prepare), tool)
 
 
 async def _started(start: Callable[[], C], tool: str) -> C:
@@ -326,6 +326,7 @@ class ImageContainer(ContainerSandbox):
     Args:
         network: the tool's default network, instead of none.
         cpus: processors that it may keep busy; None for all.
+        prepare: a line for the shell that root runs at its start.
 
     Attributes:
         user: whom commands run as; None for the image's own.
@@ -338,9 +339,10 @@ class ImageContainer(ContainerSandbox):
     _kill_all = ': >"$1.gone"; kill -9 -"$(cat "$1")"'
     _gate = _START
 
-    def __init__(self, spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None) -> None:
+    def __init__(self, spec: SandboxSpec, tool: str, network: bool, cpus: float | None, prepare: str) -> None:
         self._network = network
         self._cpus = cpus
+        self._prepare = prepare
         super().__init__(spec, tool)
 
     def _run_arguments(self) -> list[str]:
@@ -360,7 +362,7 @@ class ImageContainer(ContainerSandbox):
             *(f"--ulimit={name}={value}:{value}" for name, value in limits.items()),
             *(f"--env={name}={value}" for name, value in spec.env.items()),
             *(f"--volume={path}:{path}:ro" for path in spec.readable),
-            *(spec.image, "-c", _MAIN),
+            *(spec.image, "-c", f"{self._prepare}\n{_MAIN}"),
         ]
 
     async def copy_in(self, source: Path, target: str) -> None:
