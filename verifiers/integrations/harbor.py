@@ -257,9 +257,7 @@ class _TaskProgram(GatewayEnv):
 
     async def _run_agent(self, row: RolloutInput, session: Session, gateway: Gateway) -> dict[str, Any]:
         trial = _trial_of_rollout.get()
-        trial.container.user, user = None, trial.container.user
         url = f"http://127.0.0.1:{await trial.container.relay(await gateway.unix_socket())}"
-        trial.container.user = user
         variables = gateway_variables(url, session, trial.container.spec.env)
         state: dict[str, Any] = {}
 
