@@ -13,8 +13,8 @@ import pytest
 import verifiers as vf
 from verifiers.cli.evaluate import main as evaluate
 from verifiers.inference.endpoint import ClientBackend, Endpoint, HttpBackend
-from verifiers.integrations.harbor import HarborEnv, read_rewards
-from verifiers.integrations.harbor_task import read_tasks, without_canary
+from verifiers.integrations.harbor import HarborEnv
+from verifiers.integrations.harbor_task import read_rewards, read_tasks, without_canary
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, FakeOpenAIServer

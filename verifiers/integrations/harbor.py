@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import os
@@ -29,13 +28,13 @@ from verifiers.integrations.harbor_task import (
     Healthcheck,
     TaskStep,
     content_digest,
+    read_rewards,
     read_tasks,
     resolved,
 )
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import is_finite_number
 from verifiers.sandbox.container import ImageContainer, call_tool, open_image
-from verifiers.sandbox.spec import RunResult, SandboxSpec
+from verifiers.sandbox.spec import SandboxSpec
 from verifiers.types import Messages, RolloutInput, RolloutScore, State
 
 __all__ = ["HarborEnv"]
@@ -48,7 +47,7 @@ SYSTEM_PROMPT = (
     "Solve the task in the container by the tool `shell`, which runs commands with bash. When the task is done, "
     "answer without calling the tool."
 )
-_MEMORY_MB, _STORAGE_MB, _PROCESSES = 4096.0, 10240.0, 4096
+_MB, _MEMORY_MB, _STORAGE_MB, _PROCESSES = 1 << 20, 4096.0, 10240.0, 4096
 _LOG_LINES, _LOG_CHARS = 20, 20_000
 _ARTIFACT_BYTES, _ARTIFACTS = 64 << 10, 20
 _ROOT = "0"
@@ -129,10 +128,19 @@ class HarborEnv(ToolEnv):
         self._program: _TaskProgram | None = None
         if agent not in ("shell", ORACLE):
             words = ["sh", "-c", agent] if isinstance(agent, str) else checked_words("agent", agent)
-            self._program = _TaskProgram(words, max_turns=max_turns, train=train, helpers=helpers, dataset=_NO_ROWS)
+            self._program = _TaskProgram(
+                words, max_turns=max_turns, train=train, helpers=helpers, dataset=[{"question": ""}]
+            )
         if agent == "shell":
             kwargs.setdefault("system_prompt", SYSTEM_PROMPT)
-        rows = [_row(task) for task in found]
+        rows = [
+            {
+                "question": task.steps[0].instruction,
+                "task": task.name,
+                "info": {"harbor_task": task.name, "digest": task.digest, "steps": len(task.steps)},
+            }
+            for task in found
+        ]
         kwargs.setdefault("rubric", _TestRubric())
         super().__init__(
             [self.shell] if agent == "shell" else [],
@@ -185,8 +193,8 @@ class HarborEnv(ToolEnv):
         socket = [] if self._program is None else [await (await gateway_of_loop()).unix_socket()]
         spec = SandboxSpec(
             self.tool,
-            memory_bytes=_bytes(environment.memory_mb or _MEMORY_MB),
-            file_bytes=_bytes(environment.storage_mb or _STORAGE_MB),
+            memory_bytes=int((environment.memory_mb or _MEMORY_MB) * _MB),
+            file_bytes=int((environment.storage_mb or _STORAGE_MB) * _MB),
             processes=_PROCESSES,
             env=resolved(environment.env),
             readable=(*self.readable, *socket),
@@ -245,9 +253,6 @@ class HarborEnv(ToolEnv):
         return []
 
 
-_NO_ROWS = [{"question": ""}]
-
-
 class _TaskProgram(GatewayEnv):
     """A command in a task's container that calls the policy by the gateway."""
 
@@ -268,7 +273,7 @@ class _TaskProgram(GatewayEnv):
                 words = [filled(word, values, row) for word in self.command]
                 ran = await trial.container.run(words, timeout_s=trial.remaining_s, env=variables)
                 state.update(stdout=ran.stdout, stderr=ran.stderr, exit_code=ran.exit_code, timed_out=ran.timed_out)
-                if trial.is_last or not await trial.advance():
+                if not await trial.advance():
                     return
 
         await self._within_budget(session, run())
@@ -280,12 +285,9 @@ class _TaskProgram(GatewayEnv):
 async def _play_oracle(state: State, trial: _Trial) -> None:
     begin_turns(state, None)
     started = time.perf_counter()
-    said = []
-    while True:
-        ran = await trial.solve()
-        said.append(ran.stdout + ran.stderr)
-        if trial.is_last or not await trial.advance():
-            break
+    said = [await trial.solve()]
+    while await trial.advance():
+        said.append(await trial.solve())
     state["completion"] = [{"role": "assistant", "content": shortened("".join(said).strip(), _LOG_CHARS)}]
     state["is_completed"] = True
     elapsed_ms = (time.perf_counter() - started) * 1000
@@ -365,7 +367,9 @@ class _Trial:
         self._ends = time.monotonic() + self.step.agent_timeout_s
 
     async def advance(self) -> bool:
-        """Test the step and begin the next one; False where its rewards are too low or cannot be had."""
+        """Test the step and begin the next one; False where there is none, or the rewards are too low or missing."""
+        if self.is_last:
+            return False
         await self._test()
         rewards = {} if self.problem else self._rewards[-1]
         if self.problem or any(rewards.get(key, -math.inf) < least for key, least in self.step.min_reward.items()):
@@ -380,15 +384,16 @@ class _Trial:
         if not self._is_tested:
             await self._test()
 
-    async def solve(self) -> RunResult:
-        """Run the step's solution, as the oracle does. Raises SandboxError where there is none."""
+    async def solve(self) -> str:
+        """Run the step's solution; return what it printed. Raises SandboxError where there is none."""
         if not (self.step.solution / "solve.sh").is_file():
             raise SandboxError(f"the task {self.task.name!r} has no solution/solve.sh, which the oracle runs.")
         await self._copy("/solution", self.step.solution)
         variables = {"DEBIAN_FRONTEND": "noninteractive", **resolved(self.task.table.solution.env)}
         if not os.access(self.step.solution / "solve.sh", os.X_OK):
             await self._as_root("chmod +x /solution/solve.sh")
-        return await self.container.run("/solution/solve.sh", timeout_s=self.remaining_s, env=variables)
+        ran = await self.container.run("/solution/solve.sh", timeout_s=self.remaining_s, env=variables)
+        return ran.stdout + ran.stderr
 
     async def _test(self) -> None:
         step, container = self.step, self.container
@@ -424,8 +429,8 @@ class _Trial:
     async def findings(self, max_chars: int) -> dict[str, Any]:
         """Return what a report shows of the end: the tests' output and the text of the task's artifacts."""
         self.container.user = _ROOT
-        size = f"-{_ARTIFACT_BYTES}c"
-        found = await self.container.run(["find", *self.task.artifacts, "-type", "f", "-size", size])
+        command = ["find", *self.task.artifacts, "-type", "f", "-size", f"-{_ARTIFACT_BYTES}c"]
+        found = await self.container.run(command)
         artifacts = {}
         for name in sorted(found.stdout.splitlines())[:_ARTIFACTS]:
             with contextlib.suppress(OSError):
@@ -459,23 +464,8 @@ class _Trial:
                 continue
             failures += 1
             if failures >= check.retries:
-                raise SandboxError(
-                    f"the healthcheck of {self.task.name!r} failed {failures} times: {check.command!r:.200}"
-                )
+                raise SandboxError(f"the healthcheck of {self.task.name!r} failed: {check.command!r:.200}")
             await asyncio.sleep(check.interval_sec)
-
-
-def read_rewards(name: str, text: str) -> tuple[str, dict[str, float]]:
-    """Return why a file has no rewards, or "", and its rewards by name; a single number is named "reward"."""
-    try:
-        value = json.loads(text) if name.endswith(".json") else float(text)
-    except (ValueError, RecursionError) as error:
-        return f"{name} of the tests has no reward ({error}): {text[:200]!r}", {}
-    rewards: dict[str, Any] = value if isinstance(value, dict) else {"reward": value}
-    wrong = [key for key, number in rewards.items() if not is_finite_number(number)]
-    if wrong or not rewards:
-        return f"{name} of the tests has {wrong[0] if wrong else 'nothing'} as no finite number: {text[:200]!r}", {}
-    return "", {key: float(number) for key, number in rewards.items()}
 
 
 # -- images ---------------------------------------------------------------------------------------------------------
@@ -487,14 +477,13 @@ async def _build(tool: ContainerTool, tag: str, task: HarborTask, turns: asyncio
         return tag
     limit_s = task.environment.build_timeout_sec
     async with turns:
-        started = time.monotonic()
         # the task's own commands are not the policy's, and may fetch packages
         arguments = ("build", "--network=host", f"--tag={tag}", str(task.path / "environment"))
         code, log = await call_tool(tool, *arguments, timeout_s=limit_s)
     if code != 0:
         how = f"did not end within build_timeout_sec={limit_s:g}" if code is None else "failed"
         raise SandboxError(f"the build of the image of {task.name!r} {how}{_last_lines(log)}")
-    logger.info("built the image of %r in %.1f s.", task.name, time.monotonic() - started)
+    logger.info("built the image of %r.", task.name)
     return tag
 
 
@@ -509,12 +498,3 @@ def _installed_tool() -> ContainerTool:
 def _last_lines(log: str) -> str:
     lines = log.strip().splitlines()[-_LOG_LINES:]
     return ":\n" + "\n".join(lines)[-_LOG_CHARS:] if lines else ""
-
-
-def _bytes(megabytes: float) -> int:
-    return int(megabytes * (1 << 20))
-
-
-def _row(task: HarborTask) -> dict[str, Any]:
-    info = {"harbor_task": task.name, "digest": task.digest, "steps": len(task.steps)}
-    return {"question": task.steps[0].instruction, "task": task.name, "info": info}

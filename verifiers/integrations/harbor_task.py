@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from verifiers.errors import ConfigError
+from verifiers.rubrics.scoring import is_finite_number
 
 logger = logging.getLogger("verifiers.envs")
 
@@ -289,6 +291,19 @@ def _refusals(table: TaskFile, folder: Path) -> Iterator[str]:
             for match in _VARIABLE.finditer(value):
                 if match[2] is None and match[1] not in os.environ:
                     yield f"the variable {match[1]} for {name}, which is not set"
+
+
+def read_rewards(name: str, text: str) -> tuple[str, dict[str, float]]:
+    """Return why a file has no rewards, or "", and its rewards by name; a single number is named "reward"."""
+    try:
+        value = json.loads(text) if name.endswith(".json") else float(text)
+    except (ValueError, RecursionError) as error:
+        return f"{name} of the tests has no reward ({error}): {text[:200]!r}", {}
+    rewards: dict[str, Any] = value if isinstance(value, dict) else {"reward": value}
+    wrong = [key for key, number in rewards.items() if not is_finite_number(number)]
+    if wrong or not rewards:
+        return f"{name} of the tests has {wrong[0] if wrong else 'nothing'} as no finite number: {text[:200]!r}", {}
+    return "", {key: float(number) for key, number in rewards.items()}
 
 
 def resolved(env: Mapping[str, str]) -> dict[str, str]:
