@@ -47,7 +47,7 @@ def harbors(tasks: Path, directory: str) -> Rewards:
         # which its podman refuses
         file.write_text(file.read_text().replace('network_mode = "no-network"', 'network_mode = "public"'))
     command = [str(HARBOR / "harbor"), "run", "--path", str(copied), "--agent", "oracle", "--env", "podman"]
-    command += ["--jobs-dir", f"{directory}/jobs", "--n-concurrent", "2", "--quiet"]
+    command += ["--jobs-dir", f"{directory}/jobs", "--n-concurrent", "2", "--quiet", "--yes"]
     subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
     rewards: Rewards = {}
     for file in Path(directory).glob("jobs/*/*/result.json"):
