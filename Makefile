@@ -22,13 +22,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # pip compiles on one core; in the venvs beside ours a module is compiled when it is imported
 export PIP_COMPILE ?= 0
 
-.PHONY: help install demo demo-tiny test test-slow test-clients test-families test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
+.PHONY: help install demo demo-tiny test test-slow test-clients test-families test-vllm test-deepspeed clients vllm podman dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
 
 help:
 	@echo "make demo        train a real language model on this machine (five minutes; MODEL= names another)"
 	@echo "make demo-tiny   the same with a model of letters that is made on the spot (about 7 minutes)"
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks and kills"
+	@echo "make podman      prepare podman for the slow tests of containers (Debian, as root)"
 	@echo "make test-clients  other people's clients against the embedded server"
 	@echo "make test-families  every model family, small: embedded server, pushes, training, tools (8 minutes at most)"
 	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 8 minutes)"
@@ -84,6 +85,10 @@ $(CLIENTS)/.installed: requirements-clients.txt requirements-agents.txt
 	fi
 	@touch $@
 
+# for the slow tests of containers: packages and a base image where they can be had, "not available" where not
+podman:
+	tests/sandbox/podman.sh
+
 test-vllm: $(INSTALLED) $(VLLM)/.installed
 	$(BIN)/python -m pytest tests/vllm -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -134,6 +139,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/evaluate.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/python_tool.py
+	$(BIN)/python benchmarks/containers.py
 	$(BIN)/python benchmarks/embedded_server.py
 	$(BIN)/python benchmarks/dataserver.py
 	$(BIN)/python benchmarks/overlap.py

@@ -95,6 +95,19 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", _guarded_getaddrinfo)
 
 
+@pytest.fixture(scope="session")
+def podman() -> Iterator[None]:
+    """Take the settings that `tests/sandbox/podman.sh` has prepared; skip where it has not."""
+    place = Path(os.environ.get("VERIFIERS_PODMAN") or Path.home() / ".cache/verifiers-podman")
+    why = place / "not-available"
+    if why.exists() or not (place / "registries.conf").exists():
+        pytest.skip(why.read_text() if why.exists() else "podman is not prepared: run tests/sandbox/podman.sh")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_CONF", str(place / "containers.conf"))
+        patch.setenv("CONTAINERS_REGISTRIES_CONF", str(place / "registries.conf"))
+        yield
+
+
 @pytest.fixture
 def _default_handlers() -> Iterator[None]:
     """Give signals their first handlers: a command that another test ran may have left its own."""

@@ -97,7 +97,7 @@ def test_a_fault_of_our_own_is_not_taken_for_a_missing_extra(monkeypatch: pytest
         _ = verifiers.GRPOTrainer
 
 
-@pytest.mark.parametrize("name", ["CliAgentEnv", "HarborEnv", "RLMEnv", "RLTrainer"])
+@pytest.mark.parametrize("name", ["CliAgentEnv", "RLMEnv", "RLTrainer"])
 def test_names_that_are_not_promised_say_so(name: str) -> None:
     with pytest.raises(AttributeError, match=f"verifiers.{name} belongs to .* does not provide"):
         getattr(verifiers, name)

@@ -40,6 +40,7 @@ from .errors import (
 from .integrations.dataserver import RemoteEnv as RemoteEnv
 from .integrations.dataserver_trl import RemoteRLDataset as RemoteRLDataset, remote_reward as remote_reward
 from .integrations.gymnasium import GymEnv as GymEnv
+from .integrations.harbor import HarborEnv as HarborEnv
 from .integrations.mcp import MCPEnv as MCPEnv
 from .integrations.openenv import OpenEnvEnv as OpenEnvEnv
 from .integrations.reasoning_gym import ReasoningGymEnv as ReasoningGymEnv

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -63,6 +64,8 @@ for argument in arguments if mode != "nothing" and "--dry-run" not in arguments 
             install(table["name"], table["version"], table["dependencies"], files, points)
 print("fake uv was here")
 """
+
+TASKS = Path(__file__).parents[1] / "integrations/harbor_tasks"
 
 Recorded = Callable[[], list[list[str]]]
 
@@ -146,6 +149,22 @@ def test_a_classic_package_is_reported_by_its_module(uv: Recorded, capfd: pytest
     write_package("environments/zz_env", requires='["verifiers>=0.1.4"]', entry_point=False)
     assert main(["zz-env"]) == 0
     assert "environment zz-env (module, " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("place", "name"), [("My Tasks", "my-tasks"), ("My Tasks/files", "files")])
+def test_task_folders_become_a_package_named_after_their_directory(
+    uv: Recorded, capfd: pytest.CaptureFixture[str], place: str, name: str
+) -> None:
+    shutil.copytree(TASKS / "files", "My Tasks/files")
+    assert main([f"./{place}"]) == 0
+    [[package, _]] = uv()
+    assert Path(package).name == name
+    # only the installer needs it
+    assert not Path(package).exists()
+    assert f"environment {name} (entry point {name.replace('-', '_')}:load_environment" in capfd.readouterr().out
+    assert main([f"./{place}", "--editable"]) == 2
+    (Path(place) / "task.toml").write_text('[environment]\nos = "windows"\n')
+    assert main([f"./{place}"]) == 2
 
 
 def test_a_git_url_goes_to_the_installer_as_it_is(uv: Recorded, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.envs.program_env import _filled, _Program, _read_result, _ResultRubric, _values
+from verifiers.envs.program_env import _Program, _read_result, _ResultRubric, filled, placeholder_values
 from verifiers.types import RolloutInput
 
 ROWS = [{"question": "6 times 7?", "answer": "42"}]
@@ -50,19 +50,19 @@ def test_placeholders_have_the_row_and_nothing_is_replaced_twice() -> None:
         "example_id": 7,
         "info": {"repo": "a/b", "tags": ["x"]},
     }
-    values = _values(row, "policy", "http://127.0.0.1:1")
+    values = placeholder_values(row, "policy", "http://127.0.0.1:1")
 
-    def filled(text: str) -> str:
-        return _filled(text, values, row)
+    def fill(text: str) -> str:
+        return filled(text, values, row)
 
-    assert filled("--task={prompt}") == "--task={model} says 'hi'"
-    assert filled("{model} {base_url} {task} {example_id}") == "policy http://127.0.0.1:1/v1 sums 7"
-    assert filled('{info.repo} {info.tags} ${model} {"a": {}} {answer}') == 'a/b ["x"] ${model} {"a": {}} {answer}'
-    assert [message["role"] for message in json.loads(filled("{messages}"))] == [
+    assert fill("--task={prompt}") == "--task={model} says 'hi'"
+    assert fill("{model} {base_url} {task} {example_id}") == "policy http://127.0.0.1:1/v1 sums 7"
+    assert fill('{info.repo} {info.tags} ${model} {"a": {}} {answer}') == 'a/b ["x"] ${model} {"a": {}} {answer}'
+    assert [message["role"] for message in json.loads(fill("{messages}"))] == [
         *("system", "user", "assistant", "user")
     ]
     with pytest.raises(vf.ConfigError, match=r"info of row 7 has no 'rep' for \{info.rep\}: \['repo', 'tags'\]"):
-        filled("{info.rep}")
+        fill("{info.rep}")
 
 
 class _Disk:

@@ -16,7 +16,7 @@ import pytest
 
 from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.agent_sandbox import AgentSandbox
-from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
+from verifiers.sandbox.spec import IsolationLevel, Sandbox, SandboxSpec
 from verifiers.sandbox.worker_pool import WorkerPool
 
 
@@ -36,9 +36,18 @@ def need(isolation: IsolationLevel) -> None:
         pytest.skip("bubblewrap does not work here")
 
 
-@pytest.fixture(params=["process", "bubblewrap"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test at the levels that its module names, and else at those of this machine's own processes."""
+    if "isolation" in metafunc.fixturenames:
+        levels = getattr(metafunc.module, "LEVELS", ("process", "bubblewrap"))
+        metafunc.parametrize("isolation", levels, indirect=True)
+
+
+@pytest.fixture
 def isolation(request: pytest.FixtureRequest) -> IsolationLevel:
     level: IsolationLevel = request.param
+    if level == "podman":
+        request.getfixturevalue("podman")
     need(level)
     return level
 
@@ -51,9 +60,8 @@ def contained() -> str:
 
 
 @pytest.fixture
-async def box(isolation: IsolationLevel) -> AsyncIterator[AgentSandbox]:
+async def box(isolation: IsolationLevel) -> AsyncIterator[Sandbox]:
     async with await open_sandbox(SandboxSpec(isolation, wall_time_s=60)) as sandbox:
-        assert isinstance(sandbox, AgentSandbox)
         yield sandbox
 
 

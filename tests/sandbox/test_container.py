@@ -50,7 +50,7 @@ elif verb == "exec":
     command = arguments[place + 1:]
     os.chdir(home)
     running = os.path.join(state, "running")
-    if command[:3] == ["sh", "-c", "kill -9 -1"]:
+    if command[2:] and command[2].endswith("kill -9 -1"):
         # never the real thing: without walls it would be meant for the whole machine
         for name in os.listdir(running):
             try: os.killpg(int(name), signal.SIGKILL)
@@ -153,7 +153,7 @@ async def test_time_that_runs_out_kills_inside(
         assert result.exit_code is None
         wait_until_gone(marker)
         assert (await sandbox.run("echo on")).stdout == "on\n"
-    assert [line for line in log(state) if "kill -9 -1" in line]
+    assert [line for line in log(state) if "kill -9 -1" in str(line)]
 
 
 async def test_cancelling_a_command_kills_inside(

@@ -70,7 +70,7 @@ async def test_a_fork_bomb_at_closing_time_does_not_outrun_the_kill(
 
 
 async def test_ignoring_signals_does_not_help(
-    box: AgentSandbox, marker: str, wait_until_gone: Callable[[str], None]
+    box: Sandbox, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
     started = time.monotonic()
     result = await box.run(f"trap '' TERM INT HUP QUIT XCPU; sleep {marker}; sleep {marker}", timeout_s=0.4)
@@ -159,7 +159,7 @@ async def test_nothing_outside_can_be_signalled(sealed: AgentSandbox) -> None:
         victim.wait()
 
 
-async def test_the_first_process_cannot_be_traced_nor_read(box: AgentSandbox) -> None:
+async def test_the_first_process_cannot_be_traced_nor_read(box: Sandbox) -> None:
     code = """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
@@ -173,7 +173,7 @@ async def test_the_first_process_cannot_be_traced_nor_read(box: AgentSandbox) ->
     assert (await box.run("echo on")).stdout == "on\n"
 
 
-async def test_a_relay_cannot_be_traced_nor_written(box: AgentSandbox) -> None:
+async def test_a_relay_cannot_be_traced_nor_written(box: Sandbox) -> None:
     assert await box.relay("/nowhere")
     code = """
         import ctypes, os
@@ -220,7 +220,7 @@ async def test_a_sandboxs_own_processes_hold_no_key(
     assert "canary" not in result.stdout + outside
 
 
-async def test_no_descriptor_of_the_caller_is_inherited(box: AgentSandbox, tmp_path: Path) -> None:
+async def test_no_descriptor_of_the_caller_is_inherited(box: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     descriptor = os.open(tmp_path / "secret", os.O_RDONLY)
     os.set_inheritable(descriptor, True)
@@ -253,7 +253,7 @@ async def test_the_callers_files_cannot_be_read(sealed: AgentSandbox, tmp_path: 
     assert not {"home", "var", "opt", "srv", "mnt", "boot", "sys", "run"} & set(listing)
 
 
-async def test_symbolic_links_do_not_lead_reads_and_writes_out(box: AgentSandbox, tmp_path: Path) -> None:
+async def test_symbolic_links_do_not_lead_reads_and_writes_out(box: Sandbox, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     secret = tmp_path / "secret"
     secret.write_text("canary")
@@ -269,7 +269,7 @@ async def test_symbolic_links_do_not_lead_reads_and_writes_out(box: AgentSandbox
     assert os.listdir(tmp_path) == ["secret"]
 
 
-async def test_a_device_or_pipe_does_not_hang_a_read(box: AgentSandbox) -> None:
+async def test_a_device_or_pipe_does_not_hang_a_read(box: Sandbox) -> None:
     await box.run("mkfifo pipe; ln -s /dev/zero zero")
     async with asyncio.timeout(60):
         for path in ("pipe", "zero"):
@@ -323,7 +323,7 @@ async def test_mounts_cannot_be_changed(sealed: AgentSandbox) -> None:
     assert all(line.startswith("-1 ") for line in lines), lines
 
 
-async def test_no_rights_are_held_and_none_can_be_won(box: AgentSandbox, isolation: IsolationLevel) -> None:
+async def test_no_rights_are_held_and_none_can_be_won(box: Sandbox, isolation: IsolationLevel) -> None:
     status = (await box.run("cat /proc/self/status")).stdout
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert {fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
@@ -420,7 +420,7 @@ async def test_the_servers_of_the_network_test_can_be_reached(
 # --- quantities
 
 
-async def test_a_gigabyte_of_output_costs_neither_memory_nor_time(box: AgentSandbox) -> None:
+async def test_a_gigabyte_of_output_costs_neither_memory_nor_time(box: Sandbox) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = await box.run("head -c 1000000000 /dev/zero; head -c 1000000000 /dev/zero >&2", timeout_s=15)
     assert len(result.stdout) == box.spec.output_bytes
@@ -430,13 +430,13 @@ async def test_a_gigabyte_of_output_costs_neither_memory_nor_time(box: AgentSand
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 64 << 10
 
 
-async def test_output_a_little_over_the_limit_is_counted_and_the_command_continues(box: AgentSandbox) -> None:
+async def test_output_a_little_over_the_limit_is_counted_and_the_command_continues(box: Sandbox) -> None:
     result = await box.run("head -c 3000000 /dev/zero; echo done >&2; exit 5")
     assert (len(result.stdout), result.stderr, result.exit_code) == (1 << 20, "done\n", 5)
     assert result.dropped_bytes == 3_000_000 - (1 << 20)
 
 
-async def test_ten_gigabytes_cannot_be_allocated(box: AgentSandbox) -> None:
+async def test_ten_gigabytes_cannot_be_allocated(box: Sandbox) -> None:
     result = await python(box, "data = bytearray(10 << 30); print('allocated')")
     assert result.exit_code != 0
     assert "MemoryError" in result.stderr
@@ -501,6 +501,6 @@ async def test_one_file_cannot_be_longer_than_its_limit(isolation: IsolationLeve
         assert len(await sandbox.read("big")) == 1 << 20
 
 
-async def test_descriptors_are_limited(box: AgentSandbox) -> None:
+async def test_descriptors_are_limited(box: Sandbox) -> None:
     result = await python(box, "held = [open('/dev/null') for _ in range(1000)]")
     assert "Too many open files" in result.stderr

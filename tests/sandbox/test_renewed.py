@@ -13,6 +13,8 @@ import pytest
 from verifiers.sandbox import open_sandbox, renewed
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
 
+LEVELS = ("process", "bubblewrap", pytest.param("podman", marks=pytest.mark.slow))
+
 TOLD = """
 import json, os, resource, signal
 limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}

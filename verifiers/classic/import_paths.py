@@ -116,7 +116,7 @@ CLASSIC_NAMES = {
 
 _HOSTED_MODULES = "envs.experimental envs.integrations gepa rl serve v1"
 _HOSTED_NAMES = (
-    "AnthropicMessagesClient BrowserEnv CLIHarness CliAgentEnv Env EnvConfig Harness HarnessConfig HarborEnv "
+    "AnthropicMessagesClient BrowserEnv CLIHarness CliAgentEnv Env EnvConfig Harness HarnessConfig "
     "HarborTaskset HarborTasksetConfig MCPTool MCPToolConfig MiniSWEAgent OpenAIChatCompletionsClient "
     "OpenAICompletionsClient OpenAIResponsesClient OpenCode Pi RLConfig RLM RLMEnv RLTrainer RendererClient "
     "SandboxConfig Task Taskset TasksetConfig Toolset ToolsetConfig TunnelError User UserConfig advantage metric "

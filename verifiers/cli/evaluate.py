@@ -60,11 +60,17 @@ def parser() -> CommandParser:
         "Evaluate an environment against an OpenAI endpoint. The same command continues a stopped run.",
         examples=(
             "vf-eval my_env.py -m fake",
+            "vf-eval harbor:./tasks --agent oracle -n -1 -r 1",
             "vf-eval reverse-text -m my-model -b http://127.0.0.1:8000/v1 -n 100 -r 4 -T 0.7",
         ),
         gone=_CLASSIC_FLAGS,
     )
-    parser.environment_group()
+    add = parser.environment_group()
+    add(
+        "--agent",
+        metavar="AGENT",
+        help="argument `agent` of the environment; for harbor:PATH 'shell', 'oracle' (asks no model) or a command",
+    )
     add_endpoint_group(parser)
     add = parser.group("rollouts")
     add("-n", "--num-examples", type=int, default=5, metavar="N", help="prompts; -1 for all")
@@ -111,7 +117,9 @@ def parser() -> CommandParser:
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a model on an environment; raise errors instead of printing them."""
     from verifiers.data.shard import Shard
+    from verifiers.integrations.harbor_task import ORACLE
     from verifiers.log import redact_logs, setup_logging
+    from verifiers.testing.fake_model import FAKE_MODEL
 
     args.shard = None if args.shard is None else Shard.parse(args.shard)
     if args.num_examples < -1 or args.num_examples == 0:
@@ -123,6 +131,11 @@ def evaluate(args: argparse.Namespace) -> int:
         setup_logging("DEBUG")
     with typed_redactor(args).in_errors():
         env_args, sampling = json_object("--env-args", args.env_args), sampling_of(args)
+        if args.agent is not None:
+            env_args["agent"] = args.agent
+        if env_args.get("agent") == ORACLE and not (args.model or args.api_base_url):
+            # nothing asks it
+            args.model = FAKE_MODEL
         entry = chosen_endpoint(args, "vf-eval")
     redact = endpoint_redactor(entry, {"env": env_args, "sampling": sampling})
     with redact.in_errors(), redact_logs(redact):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,7 +28,8 @@ def parser() -> CommandParser:
         examples=("vf-install my-env", "vf-install git+https://example.org/envs.git@v2#subdirectory=my_env"),
     )
     add = parser.group("package")
-    kinds = "a name in DIR, a directory or wheel, or a git URL: git+https://...[@REV][#subdirectory=DIR]"
+    kinds = "a name in DIR, a directory (of a package or of Harbor's task folders) or wheel, or a git URL: "
+    kinds += "git+https://...[@REV][#subdirectory=DIR]"
     add("env", metavar="ENV", help=kinds)
     packages = "directory of environment packages"
     add("-p", "--env-dir-path", default=ENVIRONMENTS_DIRECTORY, metavar="DIR", help=packages)
@@ -48,9 +51,15 @@ def install(args: argparse.Namespace) -> int:
             "verifiers runs from files that are not installed, so an installer would fetch another project's package "
             f"of that name; install verifiers first, by `pip install -e {Path(__file__).resolve().parents[2]}`."
         ) from None
-    target = _target(args.env, args.env_dir_path)
-    if args.editable and not Path(target).is_dir():
-        raise ConfigError(f"--editable works with a directory only, and {args.env!r} is none; leave it out.")
+    with contextlib.ExitStack() as opened:
+        return _install(args, ours, _target(args.env, args.env_dir_path, opened))
+
+
+def _install(args: argparse.Namespace, ours: str, target: str) -> int:
+    if args.editable and (not Path(target).is_dir() or _has_tasks(Path(args.env))):
+        raise ConfigError(
+            f"--editable works with a directory only, and {args.env!r} is none of a package; leave it out."
+        )
     installer = [*_installer(), *(["--dry-run"] if args.dry_run else [])]
     package = ["-e", target] if args.editable else [target]
     alone = [*installer, "--force-reinstall", "--no-deps", *package]
@@ -117,8 +126,11 @@ def _environments() -> list[dict[str, Any]]:
     return found
 
 
-def _target(env: str, directory: str) -> str:
-    """Return the installer's argument for a name under `directory`, a path, or a URL that begins with git+."""
+def _target(env: str, directory: str, opened: contextlib.ExitStack) -> str:
+    """Return the installer's argument for a name under `directory`, a path, or a URL that begins with git+.
+
+    Harbor's task folders become a package, which is there until `opened` is closed.
+    """
     url = env.partition(" @ ")[2].strip() or env
     if url.startswith("git+"):
         return url
@@ -139,9 +151,60 @@ def _target(env: str, directory: str) -> str:
     if not path.exists():
         raise ConfigError(f"there is no {str(path)!r}; give a package's name, directory or git URL.")
     if path.is_dir() and not any((path / name).is_file() for name in ("pyproject.toml", "setup.py")):
+        if _has_tasks(path):
+            return _package_of_tasks(path.resolve(), Path(opened.enter_context(tempfile.TemporaryDirectory())))
         raise ConfigError(f"{str(path)!r} is not a package: it has no pyproject.toml; `vf-init` writes an example.")
     # an installer must not take the path for the name of a package
     return str(path.resolve())
+
+
+_OF_TASKS = """\
+[build-system]
+requires = ["hatchling>=1.25"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "0.1.0"
+description = "Task folders in Harbor's format."
+requires-python = ">=3.11"
+dependencies = ["verifiers>=1.0.0.dev0"]
+
+[project.entry-points."verifiers.environments"]
+{name} = "{module}:load_environment"
+
+[tool.hatch.build.targets.wheel]
+only-include = ["{module}.py", "{module}_tasks"]
+"""
+_LOADS_TASKS = """\
+from pathlib import Path
+from typing import Any
+
+import verifiers as vf
+
+
+def load_environment(agent: Any = "shell", **kwargs: Any) -> vf.Environment:
+    return vf.HarborEnv(Path(__file__).with_name("{module}_tasks"), agent, **kwargs)
+"""
+
+
+def _has_tasks(path: Path) -> bool:
+    return (path / "task.toml").is_file() or any(path.glob("*/task.toml"))
+
+
+def _package_of_tasks(path: Path, parent: Path) -> str:
+    """Write a package of Harbor's task folders, named after their directory; raise ConfigError for a wrong one."""
+    from verifiers.integrations.harbor_task import read_tasks
+
+    name = re.sub(r"[^a-z0-9]+", "-", path.name.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"tasks-{name}".rstrip("-")
+    names = {"name": name, "module": name.replace("-", "_")}
+    package = parent / name
+    for task in read_tasks(path):
+        shutil.copytree(task.path, package / f"{names['module']}_tasks" / task.name, symlinks=True)
+    (package / "pyproject.toml").write_text(_OF_TASKS.format(**names))
+    (package / f"{names['module']}.py").write_text(_LOADS_TASKS.format(**names))
+    return str(package)
 
 
 def _requirements(target: str, ours: str) -> tuple[list[str], list[str]]:

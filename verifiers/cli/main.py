@@ -77,17 +77,19 @@ class CommandParser(argparse.ArgumentParser):
 
         return add
 
-    def environment_group(self) -> None:
+    def environment_group(self) -> Callable[..., argparse.Action]:
         """Add the group of the environment: ENV, its arguments, and where it is looked for."""
         add = self.group("environment")
         add(
             "env",
             metavar="ENV",
-            help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py",
+            help="name of an environment (installed, in ./environments or in ./), a path such as my_env.py, "
+            "or harbor:PATH for Harbor's task folders",
         )
         add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
         packages = "directory of environment packages (default: ./environments)"
         add("-p", "--env-dir-path", metavar="DIR", help=packages)
+        return add
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
@@ -111,16 +113,21 @@ ENVIRONMENTS_DIRECTORY = "./environments"
 def make_importable(env: str, directory: str | None = None, *, last: str | None = None) -> str:
     """Put where an environment may be on the import path, and return the environment's name.
 
-    `env` is a name, or the path of a module or of a package's directory. In front are the directory of a path and the
-    packages of `directory` (default ./environments, where there is one); at the end, so that nothing installed is
-    shadowed, are the working directory and `last`, which need not exist.
+    `env` is a name, the path of a module or of a package's directory, or "harbor:" and a path, which is made
+    absolute. In front are the directory of a path and the packages of `directory` (default ./environments, where
+    there is one); at the end, so that nothing installed is shadowed, are the working directory and `last`, which need
+    not exist.
     """
+    from verifiers.envs.registry import HARBOR
+
     if directory is not None and not os.path.isdir(directory):
         raise ConfigError(f"--env-dir-path is {directory!r}, and there is no such directory.")
     # absolute, because worker processes that inherit it run elsewhere
     root = os.path.abspath(directory or ENVIRONMENTS_DIRECTORY)
     front = []
-    if env.endswith(".py") or (os.sep in env and os.path.isdir(env)):
+    if env.startswith(HARBOR):
+        env = HARBOR + os.path.abspath(os.path.expanduser(env.removeprefix(HARBOR)))
+    elif env.endswith(".py") or (os.sep in env and os.path.isdir(env)):
         path = Path(env).resolve()
         if not path.exists():
             raise ConfigError(f"there is no file {env!r}; give a module's path, or an environment's name.")

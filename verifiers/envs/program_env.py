@@ -93,12 +93,12 @@ class ProgramEnv(GatewayEnv):
             kwargs["rubric"] = _FailedIsZero([kwargs.get("rubric") or Rubric(parser=kwargs.get("parser"))])
         self.failed_program = failed_program
         super().__init__(**kwargs)
-        self.command = _words("command", command)
+        self.command = checked_words("command", command)
         self.sandbox = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
         self.stdin = stdin
         self.files = files if callable(files) else _contents(files or {})
         self.result = result
-        self.score = None if score is None else _words("score", score)
+        self.score = None if score is None else checked_words("score", score)
         self.score_files = score_files if callable(score_files) else _contents(score_files or {})
         self._check_settings()
 
@@ -129,13 +129,13 @@ class ProgramEnv(GatewayEnv):
             url = gateway.url
             if sandbox.isolation != "process":
                 url = f"http://127.0.0.1:{await sandbox.relay(socket)}"
-            values = _values(row, session.model, url)
+            values = placeholder_values(row, session.model, url)
             await self._write_files(sandbox, await _files_of(self.files, row))
-            program = _Program(sandbox, [_filled(word, values, row) for word in self.command])
-            stdin = None if self.stdin is None else _filled(self.stdin, values, row)
+            program = _Program(sandbox, [filled(word, values, row) for word in self.command])
+            stdin = None if self.stdin is None else filled(self.stdin, values, row)
             result, judged = None, None
             try:
-                await self._within_budget(session, program.run(stdin, _variables(url, session, spec.env)))
+                await self._within_budget(session, program.run(stdin, gateway_variables(url, session, spec.env)))
                 if not session.calls and not session.client.is_cut_off:
                     why = session.why_unanswered(
                         "does it use OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY?"
@@ -170,7 +170,7 @@ class ProgramEnv(GatewayEnv):
             raise SandboxError(f"the places of score= could not be cleared: {replaced.stderr.strip()}")
         await self._write_files(sandbox, files)
         values = {**values, "answer": _text(row.get("answer", ""))}
-        scoring = _Program(sandbox, [_filled(word, values, row) for word in score], "the score command")
+        scoring = _Program(sandbox, [filled(word, values, row) for word in score], "the score command")
         await scoring.run(None, {}, self.sandbox.wall_time_s)
         return await _read_result(sandbox, self.result, scoring)
 
@@ -225,9 +225,11 @@ class _Program:
         self._ran = ran
         if ran.timed_out:
             raise AgentError(f"{self} did not end within wall_time_s={timeout_s:g}{self.last_errors}")
-        if ran.exit_code is not None and ran.exit_code < 0:
+        # containers give 128 and the signal
+        signal = -ran.exit_code if ran.exit_code and ran.exit_code < 0 else (ran.exit_code or 0) - 128
+        if 0 < signal < 32:
             raise AgentError(
-                f"{self} was killed by signal {-ran.exit_code}; where its memory ran out, raise the sandbox's "
+                f"{self} was killed by signal {signal}; where its memory ran out, raise the sandbox's "
                 f"memory_bytes{self.last_errors}"
             )
         if ran.exit_code != 0:
@@ -251,7 +253,7 @@ class _Program:
         return items
 
 
-def _variables(url: str, session: Session, environ: Mapping[str, str]) -> dict[str, str]:
+def gateway_variables(url: str, session: Session, environ: Mapping[str, str]) -> dict[str, str]:
     return {
         **past_proxies(environ),
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -267,7 +269,7 @@ def _variables(url: str, session: Session, environ: Mapping[str, str]) -> dict[s
 # -- placeholders and files -----------------------------------------------------------------------------------------
 
 
-def _words(name: str, command: Sequence[str]) -> list[str]:
+def checked_words(name: str, command: Sequence[str]) -> list[str]:
     if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
         raise ConfigError(
             f"{name} is {command!r}; give a list of words, such as ['my-agent', '--task', '{{prompt}}']."
@@ -275,7 +277,7 @@ def _words(name: str, command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def _values(row: RolloutInput, model: str, url: str) -> dict[str, str]:
+def placeholder_values(row: RolloutInput, model: str, url: str) -> dict[str, str]:
     prompt: Messages = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else cleanup_messages(prompt)
     of_user = [message for message in messages if message_field(message, "role") == "user"]
@@ -289,7 +291,7 @@ def _values(row: RolloutInput, model: str, url: str) -> dict[str, str]:
     }
 
 
-def _filled(text: str, values: Mapping[str, str], row: RolloutInput) -> str:
+def filled(text: str, values: Mapping[str, str], row: RolloutInput) -> str:
     """Return a text with its placeholders replaced, all at once: what stands in a value stays as it is."""
 
     def value(match: re.Match[str]) -> str:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("verifiers.envs.registry")
 
+HARBOR = "harbor:"
+"""Before a path: the environment is of the task folders there."""
+
 ENTRY_POINT_GROUP = "verifiers.environments"
 
 
@@ -35,7 +38,8 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
 
     It is looked for among the entry points of the group `verifiers.environments`, then as a module whose name is
     `env_id` with underscores for hyphens; what is called is its `load_environment(**env_args)`. Names are compared
-    with hyphens and underscores equal; an owner before a slash, as in "owner/my-env", is left out.
+    with hyphens and underscores equal; an owner before a slash, as in "owner/my-env", is left out. "harbor:PATH" is
+    the `HarborEnv` of the task folders at a path.
 
     Raises:
         UnknownEnvironmentError (a ValueError): nothing of that name; the message names the nearest.
@@ -43,10 +47,15 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
             environment itself.
         EnvironmentLoadError (a RuntimeError): its code failed; `__cause__` is the error.
     """
-    factory = _find_factory(env_id)
-    _check_arguments(env_id, factory, env_args)
+    if env_id.startswith(HARBOR):
+        # named, as environments do not import integrations
+        make = importlib.import_module("verifiers.integrations.harbor").HarborEnv
+        env_args = {"path": env_id.removeprefix(HARBOR), **env_args}
+    else:
+        make = _find_factory(env_id)
+    _check_arguments(env_id, make, env_args)
     try:
-        env = factory(**env_args)
+        env = make(**env_args)
     except ConfigError:
         raise
     except Exception as error:
@@ -68,7 +77,7 @@ def _entry_points() -> Iterable[EntryPoint]:
 
 
 def _module_name(env_id: str) -> str:
-    return env_id.strip().rsplit("/", 1)[-1].replace("-", "_")
+    return env_id if env_id.startswith(HARBOR) else env_id.strip().rsplit("/", 1)[-1].replace("-", "_")
 
 
 def declared_by(env_id: str) -> EntryPoint | None:

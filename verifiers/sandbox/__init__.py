@@ -9,8 +9,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from verifiers.sandbox.spec import Sandbox, SandboxSpec
 
-# nothing in the directory may keep its owner out, or block who opens it
-_TIDY = "chmod -R u+rwX . && find . ! -type d ! -type f ! -type l -delete"
+# nothing in the directory may keep its owner out, or block who opens it; in a container it is another user's itself
+_TIDY = (
+    "chmod u+rwx . 2>/dev/null; find . -mindepth 1 -maxdepth 1 ! -type l -exec chmod -R u+rwX {} + "
+    "&& find . ! -type d ! -type f ! -type l -delete"
+)
 
 
 async def open_sandbox(spec: SandboxSpec | None = None) -> Sandbox:

@@ -11,39 +11,72 @@ import asyncio
 import errno
 import importlib.resources
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from verifiers.errors import SandboxError
 from verifiers.sandbox.pipes import Drain, LineReader, SandboxProcess, close_all, drained, ended, open_pipes
 from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec
+
+C = TypeVar("C", bound="ContainerSandbox")
 
 HOME = "/sandbox"
 # the image may have to be fetched
 _START_S = 300.0
 _TOOL_S = 30.0
 _FILE_S = 60.0
+_DEATH_S = 0.5
+_COPY_S = 600.0
+_PRINTED_BYTES = 8 << 20
+# podman waits ten seconds for a shell that ignores SIGTERM
+_AT_ONCE = {"podman": ["--time=0"], "docker": []}
+_KILLED = 128 + 9
 _USER = "1000:1000"
+# the relay's, which no command can stop or write to
+_RELAY_USER = "1001:1001"
+# podman asks for more than a machine may have where no limit is given, and goes no higher than this itself
+_USER_PROCESSES = 1 << 15
 _MAIN = "echo ready; exec cat >/dev/null"
 _SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi'
-_READ = 'exec cat <"$1"'
-_WRITE = 'case "$1" in */*) mkdir -p "${1%/*}" || exit 1;; esac; exec cat >"$1"'
-_START = 'echo $$ >"$1"; shift; exec "$@"'
-_KILL_ALL = "kill -9 -1"
-_KILL_ONE = 'kill -9 "$(cat "$1")"'
+# a pipe or a device would block whoever opens it
+_REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || [ -d "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
+_READ = _REGULAR + 'exec cat <"$1"'
+_WRITE = 'case "$1" in */*) mkdir -p "${1%/*}" || exit 1;; esac; ' + _REGULAR + 'exec cat >"$1"'
+# a command that is given up may not have begun: the file tells it not to
+_GATE = '[ ! -e "$1.gone" ] || exit 137; shift; exec "$@"'
+_START = 'echo $$ >"$1"; ' + _GATE
+_KILL_ALL = ': >"$1.gone"; kill -9 -1'
+_KILL_ONE = ': >"$1.gone"; kill -9 "$(cat "$1")"'
+# what a shell answers that was started and found nobody to kill
+_NOBODY = 1
 
 
 async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
     """Open a container. Raises SandboxError when the tool is not there or cannot start one."""
+    return await _started(lambda: ContainerSandbox(spec, tool), tool)
+
+
+async def open_image(
+    spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None, prepare: str = ""
+) -> ImageContainer:
+    """Open a container that is as its image has it; arguments and errors as `ImageContainer`, `open_container`."""
+    return await _started(lambda: ImageContainer(spec, tool, network, cpus, prepare), tool)
+
+
+async def _started(start: Callable[[], C], tool: str) -> C:
     if shutil.which(tool) is None:
         raise SandboxError(
             f"The isolation level {tool!r} needs the command {tool!r}, which is not on PATH: install it, or take "
             "another level."
         )
-    sandbox = ContainerSandbox(spec, tool)
+    sandbox = start()
     try:
         await sandbox.wait_until_ready()
     except BaseException:
@@ -54,6 +87,7 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
     limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
+    limits["nproc"] = _at_most(_USER_PROCESSES, resource.RLIMIT_NPROC)
     if spec.cpu_time_s is not None:
         limits["cpu"] = max(1, round(spec.cpu_time_s))
     disk = f"rw,exec,nosuid,nodev,mode=1777,size={spec.disk_bytes // 2}"
@@ -74,6 +108,23 @@ def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
     ]
 
 
+def _at_most(limit: int, kind: int) -> int:
+    """Return a limit, or this process's own hard one where that is lower and so can not be raised."""
+    hard = resource.getrlimit(kind)[1]
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
+async def call_tool(tool: str, *arguments: str, timeout_s: float = _TOOL_S) -> tuple[int | None, str]:
+    """Run a command of the tool to its end; return its exit code (None: its time ran out) and what it printed."""
+    client = _Client([tool, *arguments], stdin=False)
+    with drained(client.pipes, None, _PRINTED_BYTES, _PRINTED_BYTES, lambda: None) as (out, err):
+        try:
+            has_ended = await client.ended(timeout_s)
+        finally:
+            await client.end()
+    return client.process.returncode if has_ended else None, out.text + err.text
+
+
 class _Client:
     """A running command of the tool, with its pipes, which callbacks of the event loop own."""
 
@@ -83,6 +134,8 @@ class _Client:
             self.process = subprocess.Popen(
                 arguments,
                 env={**os.environ, **(env or {})},
+                # podman's monitor leaves a file named "oom" where it may write
+                cwd="/proc" if os.path.isdir("/proc") else "/",
                 stdin=theirs[0],
                 stdout=theirs[1],
                 stderr=theirs[2],
@@ -98,21 +151,33 @@ class _Client:
         return await ended(self.process, limit_s)
 
     async def end(self) -> None:
-        """Kill it. What it started inside the container is not touched."""
-        self.process.kill()
+        """Kill it with what it started here. What it started inside the container is not touched."""
+        if self.process.poll() is None:
+            # it began a session of its own
+            os.killpg(self.process.pid, signal.SIGKILL)
         await self.ended(None)
 
 
 class ContainerSandbox(Sandbox):
+    user: str | None = _USER
+    workdir: str | None = HOME
+    # None: the user of the commands, whose processes it may kill and no others
+    _killer: str | None = None
+    _kill_all = _KILL_ALL
+    _gate = _GATE
+
     def __init__(self, spec: SandboxSpec, tool: str) -> None:
         self.isolation = tool
         self.spec = spec
         self.name = f"verifiers-{uuid.uuid4().hex}"
         self._tool = tool
         self._started: set[ContainerProcess] = set()
-        self._main = _Client(run_arguments(spec, tool, self.name), stdin=True)
+        self._main = _Client(self._run_arguments(), stdin=True)
         self._out = LineReader(self._main.pipes[1], 1 << 16)
         self._err = Drain(self._main.pipes[2], 1 << 14, lambda: None)
+
+    def _run_arguments(self) -> list[str]:
+        return run_arguments(self.spec, self._tool, self.name)
 
     async def wait_until_ready(self) -> None:
         try:
@@ -129,25 +194,35 @@ class ContainerSandbox(Sandbox):
                 f"image {self.spec.image!r} can be had, or take another level."
             )
 
-    def _exec(self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None) -> _Client:
+    def _check_alive(self) -> None:
         if self._closing is not None:
             raise SandboxError("The sandbox is closed.")
         if self._main.process.poll() is not None:
             raise SandboxError("The sandbox died: its container ended.")
+
+    def _exec(
+        self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None, user: str | None = None
+    ) -> _Client:
+        self._check_alive()
         # without its value, which the tool takes from its own environment: an argument could be read by every user
         options = [*(["--interactive"] if stdin else []), *(f"--env={name}" for name in env or ())]
-        return _Client(
-            [self._tool, "exec", *options, f"--user={_USER}", f"--workdir={HOME}", self.name, *command],
-            stdin=stdin,
-            env=env,
-        )
+        places = {"user": user or self.user, "workdir": self.workdir}
+        options += [f"--{name}={value}" for name, value in places.items() if value is not None]
+        return _Client([self._tool, "exec", *options, self.name, *command], stdin=stdin, env=env)
 
-    async def _kill_inside(self, *script: str) -> None:
-        """Run a shell script that kills, with the rights of the commands."""
-        killer = self._exec(["sh", "-c", script[0], "sh", *script[1:]], stdin=False)
+    async def _kill_inside(self, script: str, note: str) -> None:
+        """Run a shell script that kills; end the container where it cannot start."""
+        killer = self._exec(["sh", "-c", script, "sh", note], stdin=False, user=self._killer)
         with drained(killer.pipes, None, 0, 0, lambda: None):
             if not await killer.ended(_TOOL_S):
                 await killer.end()
+        if killer.process.returncode not in (0, _NOBODY, _KILLED):
+            # the commands have taken every process that there may be
+            await self._remove()
+
+    async def _remove(self) -> None:
+        await call_tool(self._tool, "rm", "--force", *_AT_ONCE[self._tool], self.name)
+        await self._main.ended(_TOOL_S)
 
     async def _exchange(
         self,
@@ -159,7 +234,8 @@ class ContainerSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
     ) -> tuple[int | None, Drain, Drain]:
         """Run a command to its end; return its exit code (None: its time ran out), stdout and stderr."""
-        client = self._exec(command, stdin=stdin is not None, env=env)
+        note = f"/tmp/.{uuid.uuid4().hex}"
+        client = self._exec(["sh", "-c", self._gate, "sh", note, *command], stdin=stdin is not None, env=env)
         flooded = asyncio.Event()
         with drained(client.pipes, stdin, keep_bytes, self.spec.output_bytes, flooded.set) as (out, err):
             try:
@@ -167,18 +243,22 @@ class ContainerSandbox(Sandbox):
                 while not has_ended and not flooded.is_set() and time.monotonic() < end:
                     has_ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
                 if not has_ended:
-                    await self._kill_inside(_KILL_ALL)
+                    await self._kill_inside(self._kill_all, note)
                     await client.end()
             except BaseException:
-                await self._give_up(client)
+                await self._give_up(client, note)
                 raise
+        if has_ended and client.process.returncode == _KILLED:
+            # the end of the container looks like that of the command, and is told a moment later
+            await self._main.ended(_DEATH_S)
+            self._check_alive()
         timed_out = not has_ended and not flooded.is_set()
         return None if timed_out else client.process.returncode, out, err
 
-    async def _give_up(self, client: _Client) -> None:
+    async def _give_up(self, client: _Client, note: str) -> None:
         """End the command of a caller that was cancelled, though it be cancelled a second time."""
         if self._closing is None and client.process.poll() is None:
-            await asyncio.shield(self._kill_inside(_KILL_ALL))
+            await asyncio.shield(self._kill_inside(self._kill_all, note))
         await client.end()
 
     async def _run(
@@ -190,15 +270,18 @@ class ContainerSandbox(Sandbox):
         )
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:
-        note = f"/tmp/.started-{uuid.uuid4().hex}"
-        client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True)
+        return self._start(command)
+
+    def _start(self, command: Sequence[str], user: str | None = None) -> SandboxProcess:
+        note = f"/tmp/.{uuid.uuid4().hex}"
+        client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True, user=user)
         process = ContainerProcess(self, client, note)
         self._started.add(process)
         return process
 
     async def _start_relay(self, target: str) -> SandboxProcess:
         source = importlib.resources.files(__package__).joinpath("relay.py").read_text(encoding="utf-8")
-        return await self.start(["python3", "-I", "-S", "-c", source, target])
+        return self._start(["python3", "-I", "-S", "-c", source, target], _RELAY_USER)
 
     async def kill_started(self, process: ContainerProcess, note: str) -> None:
         self._started.discard(process)
@@ -225,16 +308,76 @@ class ContainerSandbox(Sandbox):
         os.close(self._main.pipes[0])
         try:
             if not await self._main.ended(_TOOL_S / 3):
-                remover = _Client([self._tool, "rm", "--force", self.name], stdin=False)
-                close_all(remover.pipes)
-                if not await remover.ended(_TOOL_S):
-                    await remover.end()
+                await self._remove()
                 await self._main.end()
             for process in list(self._started):
                 await process.end()
         finally:
             self._out.close()
             self._err.close()
+
+
+class ImageContainer(ContainerSandbox):
+    """A container as its image has it: writable, with the image's users, rights and working directory.
+
+    A command whose time runs out is killed with its process group; what it put into the background stays. All files
+    of the container are on the tool's disk, of which `file_bytes` bounds each.
+
+    Args:
+        network: the tool's default network, instead of none.
+        cpus: processors that it may keep busy; None for all.
+        prepare: a line for the shell that root runs at its start.
+
+    Attributes:
+        user: whom commands run as; None for the image's own.
+        workdir: where they run; None for the image's own.
+    """
+
+    user: str | None = None
+    workdir: str | None = None
+    _killer = "0"
+    _kill_all = ': >"$1.gone"; kill -9 -"$(cat "$1")"'
+    _gate = _START
+
+    def __init__(self, spec: SandboxSpec, tool: str, network: bool, cpus: float | None, prepare: str) -> None:
+        self._network = network
+        self._cpus = cpus
+        self._prepare = prepare
+        super().__init__(spec, tool)
+
+    def _run_arguments(self) -> list[str]:
+        spec = self.spec
+        limits = {"fsize": spec.file_bytes, "core": 0, "nofile": _at_most(1 << 16, resource.RLIMIT_NOFILE)}
+        limits["nproc"] = _at_most(_USER_PROCESSES, resource.RLIMIT_NPROC)
+        return [
+            *(self._tool, "run", "--rm", "--interactive", "--init", f"--name={self.name}"),
+            *("--label=verifiers.sandbox=1", "--user=0", "--entrypoint=sh"),
+            *([] if self._network else ["--network=none"]),
+            *([] if self._cpus is None else [f"--cpus={self._cpus:g}"]),
+            *(
+                f"--pids-limit={spec.processes}",
+                f"--memory={spec.memory_bytes}",
+                f"--memory-swap={spec.memory_bytes}",
+            ),
+            *(f"--ulimit={name}={value}:{value}" for name, value in limits.items()),
+            *(f"--env={name}={value}" for name, value in spec.env.items()),
+            *(f"--volume={path}:{path}:ro" for path in spec.readable),
+            *(spec.image, "-c", f"{self._prepare}\n{_MAIN}"),
+        ]
+
+    async def copy_in(self, source: Path, target: str) -> None:
+        """Copy what a directory holds into one that is there. Raises SandboxError."""
+        await self._copy(f"{source}/.", f"{self.name}:{target}")
+
+    async def copy_out(self, source: str, target: Path) -> None:
+        """Copy a file or a directory to this machine. Raises SandboxError."""
+        await self._copy(f"{self.name}:{source}", str(target))
+
+    async def _copy(self, source: str, target: str) -> None:
+        self._check_alive()
+        code, said = await call_tool(self._tool, "cp", source, target, timeout_s=_COPY_S)
+        if code != 0:
+            raise SandboxError(f"{source} could not be copied to {target}: {said.strip() or 'its time ran out'}")
 
 
 class ContainerProcess(SandboxProcess):

@@ -1,0 +1,4 @@
+#!/bin/bash
+echo early > note
+sleep 600
+echo late > note

@@ -1,0 +1,3 @@
+#!/bin/bash
+head -c 64M /dev/zero > big
+true

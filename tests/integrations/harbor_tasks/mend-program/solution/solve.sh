@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i "s/numbers = list/numbers = sorted/" median.py

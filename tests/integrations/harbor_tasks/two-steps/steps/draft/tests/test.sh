@@ -1,0 +1,2 @@
+#!/bin/bash
+. /tests/check.sh draft one
