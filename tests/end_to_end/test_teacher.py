@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from tiny_models import character_tokenizer, write_random_qwen3
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from verifiers.errors import ConfigError
+import verifiers as vf
+from verifiers.errors import ConfigError, NothingScoredError, ProviderError
 from verifiers.inference.retry import RetryPolicy
 from verifiers.monitoring.run_log import read_lines
 from verifiers.rollouts.rollout import Rollout, TokenSequence
@@ -229,11 +231,21 @@ def test_an_answer_that_cannot_be_is_a_failed_rollout(monkeypatch: pytest.Monkey
     assert "(after 2 attempts)" in rollout.failure.text
 
 
-def test_rollouts_that_a_teacher_does_not_answer_are_not_trained(
-    make_trainer: Callable[..., Any], teacher: tiny_world.EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_rollout_that_the_teacher_does_not_answer_is_played_again_or_not_trained(
+    make_trainer: Callable[..., Any],
+    teacher: tiny_world.EmbeddedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    retries: int,
 ) -> None:
-    """One rollout of each block is refused by the teacher, for good."""
-    trainer = make_trainer(tiny_world.single_turn(), teacher_url=teacher.url, max_steps=1)
+    graded: list[str] = []
+
+    def counted(completion: Any, **_: Any) -> float:
+        graded.append(str(completion))
+        return tiny_world.vowels(completion)
+
+    env = tiny_world.single_turn(reward=counted)
+    trainer = make_trainer(env, teacher_url=teacher.url, max_steps=1, rollout_retries=retries)
     fill = Teacher._fill
     refused: list[TokenSequence] = []
 
@@ -245,9 +257,34 @@ def test_rollouts_that_a_teacher_does_not_answer_are_not_trained(
 
     monkeypatch.setattr(Teacher, "_fill", fill_or_fail)
     trainer.train()
-    assert trainer.logged("outcomes/provider_error") == [1.0]
-    assert trainer.logged("rows/trained") == [7.0]
-    assert trainer.logged("reward/denominator/completions_global") == [7.0]
+    assert trainer.logged("outcomes/provider_error") == [1.0 - retries]
+    assert trainer.logged("rows/trained") == [7.0 + retries]
+    assert trainer.logged("reward/denominator/completions_global") == [7.0 + retries]
+    # what is graded is graded once, when the whole group can be
+    assert len(graded) == 7 + retries
+
+
+def test_a_worker_frees_the_rollout_that_the_teacher_did_not_answer(
+    make_trainer: Callable[..., Any], teacher: tiny_world.EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[Any] = []
+    held = SimpleNamespace(drop=dropped.append)
+
+    class Held(vf.SingleTurnEnv):
+        async def run_rollouts(self, requests: Any, run: Any) -> Any:
+            rollouts = await super().run_rollouts(requests, run)
+            for rollout in rollouts:
+                rollout.state.held = held, rollout.key.generation
+            return rollouts
+
+    async def refuse(self: Teacher, row: TokenSequence) -> None:
+        raise ProviderError("no")
+
+    monkeypatch.setattr(Teacher, "_fill", refuse)
+    env = Held(dataset=tiny_world.rows(), rubric=vf.Rubric([tiny_world.vowels]))
+    with pytest.raises(NothingScoredError, match="the teacher: no"):
+        make_trainer(env, teacher_url=teacher.url, max_steps=1).train()
+    assert len(dropped) == 8
 
 
 # -- another vocabulary ----------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Run:
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
         check_call: of each trained call where tokens are required; see `RolloutClient`.
-        teacher: tells how likely the tokens of finished rollouts are to it, before they are scored.
+        teacher: tells how likely the tokens of rollouts that were played are to it, before they are scored.
         on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
         workers: give the player of a rollout, where the environment does not play it itself; see `player`.
@@ -206,6 +206,8 @@ class Run:
     async def play(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Play rollouts to their end by one call of the environment's `run_rollouts`, without scores.
 
+        One that the teacher does not answer is a `provider_error`.
+
         Raises:
             ConfigError: a mistake that every other rollout would repeat.
             NoMoreSlotsError: the limiter was closed before all of them had begun.
@@ -227,6 +229,12 @@ class Run:
                 f"{type(self.env).__name__}.run_rollouts returned {given} for {len(requests)} requests; return one "
                 "Rollout for each request, in order."
             )
+        if self.teacher is not None:
+            await self.teacher.judge([one for one in rollouts if one.failure is None])
+            for one in rollouts:
+                if one.failure is not None and one.state.held is not None:
+                    # its worker would wait for the score
+                    one.state.held[0].drop(one.state)
         return list(rollouts)
 
     async def run_group(self, requests: Sequence[RolloutRequest]) -> Group:
@@ -271,13 +279,9 @@ class Run:
     async def score(self, rollouts: Sequence[Rollout]) -> None:
         """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`.
 
-        Where the worker that holds them died, they become `environment_error`; where a teacher does not answer,
-        `provider_error`.
+        Where the worker that holds them died, they become `environment_error`.
         """
         finished = [rollout for rollout in rollouts if rollout.failure is None]
-        if self.teacher is not None:
-            await self.teacher.judge(finished)
-            finished = [rollout for rollout in finished if rollout.failure is None]
         if not finished:
             return
         states = [rollout.state for rollout in finished]
