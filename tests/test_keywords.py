@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_rubric_without_functions_is_logged_where_it_scores_and_refused_in_tra
 ) -> None:
     env = vf.SingleTurnEnv(dataset=ROWS, eval_dataset=ROWS)
     with pytest.raises(vf.ConfigError, match=r"rubric has no reward function.* rubric=Rubric\(funcs="):
-        plan_batches(None, env)  # type: ignore[arg-type]
+        plan_batches(SimpleNamespace(teacher_url=None), env)  # type: ignore[arg-type]
     assert caplog.messages == []
     env.evaluate_sync(FakeClient(), "m", score_rollouts=False)
     assert caplog.messages == []

@@ -37,8 +37,9 @@ def need(isolation: IsolationLevel) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test at the levels that its module names, and else at those of this machine's own processes."""
-    if "isolation" in metafunc.fixturenames:
+    """Run a test at the levels that it or its module names, and else at those of this machine's own processes."""
+    own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "isolation" in metafunc.fixturenames and not any("isolation" in names for names in own):
         levels = getattr(metafunc.module, "LEVELS", ("process", "bubblewrap"))
         metafunc.parametrize("isolation", levels, indirect=True)
 

@@ -470,7 +470,8 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
         return
     rollout.reward, rollout.metrics = score["reward"], score["metrics"]
     rollout.advantage = rollout.state.get("advantage")
-    steps = rollout.state.get("trajectory") or ()
+    # credit is for training; a stored run that is graded again has no steps
+    steps = (rollout.state.get("trajectory") or ()) if rollout.rows else ()
     given = [[step.get("reward") or 0.0 for step in steps], score.get("turn_rewards")]
     if any(step.get("reward") is not None for step in steps) or given[1] is not None:
         rollout.turn_rewards = added_by_turn(*given)
