@@ -472,12 +472,14 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
     rollout.advantage = rollout.state.get("advantage")
     # credit is for training; a stored run that is graded again has no steps
     steps = (rollout.state.get("trajectory") or ()) if rollout.rows else ()
-    given = [[step.get("reward") or 0.0 for step in steps], score.get("turn_rewards")]
-    if any(step.get("reward") is not None for step in steps) or given[1] is not None:
-        rollout.turn_rewards = added_by_turn(*given)
+    # by the dict's own method: other fields of a step are computed when they are asked for
+    rewards, advantages = ([dict.get(step, name) for step in steps] for name in ("reward", "advantage"))
+    by_function = score.get("turn_rewards")
+    if by_function is not None or rewards.count(None) < len(rewards):
+        rollout.turn_rewards = added_by_turn([reward or 0.0 for reward in rewards], by_function)
+    if advantages.count(None) < len(advantages):
+        rollout.turn_advantages = advantages
     rollout.role_rewards = score.get("role_rewards")
-    if any(step.get("advantage") is not None for step in steps):
-        rollout.turn_advantages = [step.get("advantage") for step in steps]
 
 
 def _unplayed(request: RolloutRequest, error: BaseException) -> Rollout:

@@ -383,6 +383,7 @@ class RubricGroup(Rubric):
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function to the first rubric's weighted sum."""
+        assert self.rubrics, "RubricGroup must have at least one rubric, whose function it becomes."
         self.rubrics[0].add_reward_func(func, weight)
 
     def refuse_unsupplied(self) -> None:

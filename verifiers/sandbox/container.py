@@ -37,6 +37,8 @@ _COPY_S = 600.0
 _PRINTED_BYTES = 8 << 20
 # podman waits ten seconds for a shell that ignores SIGTERM
 _AT_ONCE = {"podman": ["--time=0"], "docker": []}
+# podman gives containers the proxy of this process, whose address may hold a password
+_NO_PROXY = {"podman": ["--http-proxy=false"], "docker": []}
 _KILLED = 128 + 9
 _USER = "1000:1000"
 # the relay's, which no command can stop or write to
@@ -93,6 +95,7 @@ def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
     disk = f"rw,exec,nosuid,nodev,mode=1777,size={spec.disk_bytes // 2}"
     return [
         *(tool, "run", "--rm", "--interactive", "--init", f"--name={name}", "--label=verifiers.sandbox=1"),
+        *_NO_PROXY[tool],
         *("--network=none", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--ipc=private", "--read-only"),
         *(
             f"--pids-limit={spec.processes + 4}",
@@ -352,7 +355,7 @@ class ImageContainer(ContainerSandbox):
         return [
             *(self._tool, "run", "--rm", "--interactive", "--init", f"--name={self.name}"),
             *("--label=verifiers.sandbox=1", "--user=0", "--entrypoint=sh"),
-            *([] if self._network else ["--network=none"]),
+            *([] if self._network else ["--network=none", *_NO_PROXY[self._tool]]),
             *([] if self._cpus is None else [f"--cpus={self._cpus:g}"]),
             *(
                 f"--pids-limit={spec.processes}",
