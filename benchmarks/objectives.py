@@ -44,6 +44,17 @@ KINDS: dict[str, Callable[[str], bool]] = {
 TURNS = 4
 TURN_STEPS = 40
 SIDES = {"turns": ("by_turn", "by_rollout"), "distillation": ("with_teacher", "alone")}
+COMMON: dict[str, Any] = {
+    "rollout_device": "cpu",
+    "num_batches_ahead": 0,
+    "gradient_accumulation_steps": 1,
+    "beta": 0.0,
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 REACHED = 0.85
 MOST_STEPS = 800
 
@@ -76,23 +87,15 @@ def play_game(side: str, seed: int) -> float:
         make_model(f"{scratch}/model", seed=seed)
         args = vf.GRPOConfig(
             f"{scratch}/run",
-            rollout_device="cpu",
-            num_batches_ahead=0,
             max_steps=TURN_STEPS,
             learning_rate=1e-3,
             per_device_train_batch_size=64,
-            gradient_accumulation_steps=1,
             num_generations=8,
             max_completion_length=1,
-            beta=0.0,
             turn_discount=0.0 if side == "by_turn" else None,
             logging_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
             seed=seed,
-            report_to="none",
-            disable_tqdm=True,
+            **COMMON,
         )
         trainer = vf.GRPOTrainer(f"{scratch}/model", env, args)
         trainer.train()
@@ -128,26 +131,18 @@ def spell_backward(side: str, seed: int) -> float:
         args = vf.GRPOConfig(
             stack.enter_context(tempfile.TemporaryDirectory()),
             teacher_url=teacher,
-            rollout_device="cpu",
-            num_batches_ahead=0,
             max_steps=MOST_STEPS,
             learning_rate=3e-4,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=10,
-            per_device_train_batch_size=128,
-            gradient_accumulation_steps=2,
+            per_device_train_batch_size=256,
             num_generations=16,
             max_completion_length=12,
-            beta=0.0,
             logging_steps=10,
             eval_strategy="steps",
             eval_steps=10,
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
             seed=seed,
-            report_to="none",
-            disable_tqdm=True,
+            **COMMON,
         )
         trainer = vf.GRPOTrainer(str(demo / "start"), env, args, callbacks=[StopsWhenReached()])
         trainer.train()

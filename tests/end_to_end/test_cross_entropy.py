@@ -141,6 +141,8 @@ def test_the_loss_adds_the_mean_cross_entropy_of_each_kind_and_leaves_rollouts_a
     torch.testing.assert_close(added, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-4)
     assert trainer.logged(f"ce/{kind}") == pytest.approx([loss.item()], rel=1e-4)
     assert trainer.logged("rows/trained") == [8.0]
+    assert trainer.logged("rows/demonstrations") == ([4.0] if kind == "demonstrations" else [])
+    assert trainer.logged("rows/padding") == [0.0]
 
 
 def test_demonstrations_are_learned_beside_rollouts_and_the_same_after_a_resume(

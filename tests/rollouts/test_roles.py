@@ -109,6 +109,10 @@ def test_a_role_without_a_reward_is_refused_and_one_without_turns_is_part_of_the
     full = rollout_of(0, {"proposer": 1.0, "solver": 1.0})
     with pytest.raises(ConfigError, match=r"has turns of the role 'solver' and no reward for it.*vf.role_reward"):
         rollout_advantages(block_of(full, rollout_of(1, {"proposer": 0.0})))
+    own = dataclasses.replace(rollout_of(1, {}), advantage=0.5)
+    assert rollout_advantages(block_of(full, own))[own.key] == 0.5
+    with pytest.raises(ConfigError, match="which kl_in_reward does not reach"):
+        rollout_advantages(block_of(full, full), penalties={})
     silent = dataclasses.replace(rollout_of(1, {"proposer": 0.0, "solver": 0.0}), rows=full.rows[:1])
     found = rollout_advantages(block_of(full, silent), scale_rewards="none")
     assert list(found.values()) == [[0.5, 0.5, 0.5, 0.5, 0.0], [-0.5, -0.5]]

@@ -72,6 +72,19 @@ def test_without_any_the_turns_have_none() -> None:
     assert rollout.turn_rewards is None is rollout.turn_advantages
 
 
+def test_steps_of_another_kind_give_no_credit() -> None:
+    class Kept(Dialogue):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            state["trajectory"].append("a step of mine")
+            return PROMPT
+
+    env = Kept(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=vf.Rubric([lambda: 1.0]), max_turns=2)
+    with FakeOpenAIServer("a") as server, AsyncBatchGenerator(env, server.url, "fake") as blocks:
+        blocks.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT)]))
+        (rollout,) = blocks.get_batch(0, 20.0).rollouts
+    assert (rollout.reward, rollout.turn_rewards) == (1.0, None)
+
+
 @pytest.mark.parametrize("given", [3.0, ["a"], [float("nan")]])
 def test_a_turn_reward_that_is_no_list_of_numbers_is_a_failed_grade(given: Any) -> None:
     with pytest.raises(NothingScoredError, match=r"1 grading_error\); .* <lambda>: .*returned"):

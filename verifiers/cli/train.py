@@ -76,6 +76,8 @@ def train(
     from verifiers.train.run_plan import plan_run
 
     check_model_path(run.model.path, adds_adapter=run.lora is not None)
+    if run.teacher is not None and run.teacher.path is not None:
+        check_model_path(run.teacher.path)
     known = {"embedded", "vllm", *installed_servers()}
     if run.server.launch is not None and run.server.launch not in known:
         raise ConfigError(f"{run_file}: [server] launch is {run.server.launch!r}; give one of {sorted(known)}.")

@@ -37,8 +37,6 @@ from verifiers.sandbox.container import ImageContainer, call_tool, open_image
 from verifiers.sandbox.spec import SandboxSpec
 from verifiers.types import Messages, RolloutInput, RolloutScore, State
 
-__all__ = ["HarborEnv"]
-
 logger = logging.getLogger("verifiers.envs")
 
 ContainerTool = Literal["podman", "docker"]

@@ -471,15 +471,25 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
     rollout.reward, rollout.metrics = score["reward"], score["metrics"]
     rollout.advantage = rollout.state.get("advantage")
     # credit is for training; a stored run that is graded again has no steps
-    steps = (rollout.state.get("trajectory") or ()) if rollout.rows else ()
-    # by the dict's own method: other fields of a step are computed when they are asked for
-    rewards, advantages = ([dict.get(step, name) for step in steps] for name in ("reward", "advantage"))
+    rewards, advantages = credit_of_steps(rollout.state) if rollout.rows else ([], [])
     by_function = score.get("turn_rewards")
     if by_function is not None or rewards.count(None) < len(rewards):
         rollout.turn_rewards = added_by_turn([reward or 0.0 for reward in rewards], by_function)
     if advantages.count(None) < len(advantages):
         rollout.turn_advantages = advantages
     rollout.role_rewards = score.get("role_rewards")
+
+
+def credit_of_steps(state: State) -> tuple[list[Any], list[Any]]:
+    """Return the reward and the advantage that each step of a trajectory was given, None for none.
+
+    Environments may keep steps of a kind of their own, which have neither.
+    """
+    steps = state.get("trajectory") or ()
+    if not all(isinstance(step, dict) for step in steps):
+        return [], []
+    # by the dict's own method: other fields of a step are computed when they are asked for
+    return [dict.get(step, "reward") for step in steps], [dict.get(step, "advantage") for step in steps]
 
 
 def _unplayed(request: RolloutRequest, error: BaseException) -> Rollout:

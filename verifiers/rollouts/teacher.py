@@ -7,7 +7,6 @@ the teacher would have said in the same place. The teacher sees token ids, never
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import heapq
 import math
@@ -15,6 +14,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, ModelError, ProviderError
 from verifiers.inference.endpoint import COMPLETIONS, TOKENIZE, Endpoint, HttpBackend
 from verifiers.inference.limiter import Limiter
@@ -59,7 +59,7 @@ class Teacher:
 
     async def judge(self, rollouts: Iterable[Rollout]) -> None:
         """Give the rows of rollouts the teacher's log-probs; one that it does not answer becomes `provider_error`."""
-        await asyncio.gather(*map(self._judge, rollouts))
+        await gather_owned(map(self._judge, rollouts))
 
     async def _judge(self, rollout: Rollout) -> None:
         try:

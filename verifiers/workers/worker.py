@@ -21,7 +21,7 @@ from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject, given_arguments, request_body
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, present_role
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.run import begin_state, blames_policy, relaxed_gc
+from verifiers.rollouts.run import begin_state, blames_policy, credit_of_steps, relaxed_gc
 from verifiers.types import RolloutKey, State
 from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data
 
@@ -280,7 +280,9 @@ class RolloutWorker:
 
 def _credit(state: State) -> list[dict[str, Any]]:
     """Return what the steps of a trajectory were given."""
-    return [{name: step.get(name) for name in ("reward", "advantage")} for step in state.get("trajectory") or ()]
+    return [
+        dict(zip(("reward", "advantage"), step, strict=True)) for step in zip(*credit_of_steps(state), strict=True)
+    ]
 
 
 def _result(state: State, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,6 +216,10 @@ def rollout_advantages(
             else:
                 found[rollout.key] = value
     by_role = _role_advantages(block, scale_rewards, estimator, zero_truncated_completions)
+    if by_role and penalties is not None:
+        raise ConfigError(
+            "roles have rewards of their own, which kl_in_reward does not reach; set kl_in_reward=False."
+        )
     by_turn: Mapping[RolloutKey, list[float]] = {}
     if turn_discount is not None:
         by_turn = turn_advantages(block, turn_discount, scale_rewards, estimator, zero_truncated_completions)
@@ -241,7 +245,8 @@ def _role_advantages(
         scored = [one for one in group.rollouts if _reward(one) is not None]
         rewards = {one.key: one.role_rewards or {} for one in scored}
         for one in scored:
-            if missing := {row.role for row in one.rows if row.role is not None} - rewards[one.key].keys():
+            missing = {row.role for row in one.rows if row.role is not None} - rewards[one.key].keys()
+            if missing and one.advantage is None:
                 raise ConfigError(
                     f"{one.key} has turns of the role {min(missing)!r} and no reward for it; return one by a "
                     "function marked with vf.role_reward."

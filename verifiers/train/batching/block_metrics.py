@@ -14,7 +14,7 @@ from typing import Any
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.train.batching.micro_batches import all_micro_batches
+from verifiers.train.batching.micro_batches import DEMONSTRATION, all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Outcome, RolloutKey
 
@@ -182,12 +182,14 @@ def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, floa
     turns = sum(rollout.turns for rollout in rollouts)
     batches = list(all_micro_batches(trained.micro_steps))
     real = sum(int((batch["sampled_tokens"] > 0).sum()) for batch in batches)
-    total = sum(len(batch["sampled_tokens"]) for batch in batches)
+    padding = sum(int(batch["is_padding"].sum()) for batch in batches)
+    shown = sum(int((batch["rollout_index"] == DEMONSTRATION).sum()) for batch in batches)
     return {
         "rollouts/turns": turns / max(1, len(rollouts)),
         "rollouts/fork_rate": sum(rollout.forks for rollout in rollouts) / max(1, turns),
         "rows/trained": float(real),
-        "rows/padding": float(total - real),
+        "rows/padding": float(padding),
+        **({"rows/demonstrations": float(shown)} if shown else {}),
         "rows/dropped": float(len(trained.dropped)),
     }
 
