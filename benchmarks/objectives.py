@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import operator
 import os
 import subprocess
@@ -177,7 +178,9 @@ def compare(part: str, seeds: int) -> None:
     name = "turn_credit_gain" if part == "turns" else "distillation_steps_ratio"
     combine = operator.sub if part == "turns" else operator.truediv
     each = list(map(combine, *found.values()))
-    mean, half = fmean(each), t_quantile(0.975, len(each) - 1) * stdev(each) / len(each) ** 0.5
+    mean, half = fmean(each), math.inf
+    if seeds > 1:
+        half = t_quantile(0.975, seeds - 1) * stdev(each) / seeds**0.5
     line = {name: round(mean, 3), "interval": [round(mean - half, 3), round(mean + half, 3)]}
     print(json.dumps({**line, **{side: [round(one, 3) for one in values] for side, values in found.items()}}))
 
