@@ -26,19 +26,23 @@ class Page:
         self._number = 0
         self.errors: list[str] = []
         self.requests: list[str] = []
+        self._loaded: set[str] = set()
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
         number = self._number
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(15):
-            while True:
-                message = json.loads((await self._socket.receive()).data)
-                self._note(message)
-                if message.get("id") == number:
-                    assert "error" not in message, message
-                    result: dict[str, Any] = message["result"]
-                    return result
+            while (message := await self._read()).get("id") != number:
+                pass
+        assert "error" not in message, message
+        result: dict[str, Any] = message["result"]
+        return result
+
+    async def _read(self) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads((await self._socket.receive()).data)
+        self._note(message)
+        return message
 
     def _note(self, message: dict[str, Any]) -> None:
         method, parameters = message.get("method"), message.get("params", {})
@@ -48,11 +52,17 @@ class Page:
             self.errors.append(parameters["entry"]["text"])
         elif method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
+        elif method == "Page.lifecycleEvent" and parameters["name"] == "load":
+            self._loaded.add(parameters["loaderId"])
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url="about:blank")
-        await self.call("Page.navigate", url=url)
-        await self.until("document.readyState === 'complete' && document.querySelector('main')?.firstChild")
+        loader = (await self.call("Page.navigate", url=url))["loaderId"]
+        # a script that is sent while the page changes may never be answered
+        async with asyncio.timeout(30):
+            while loader not in self._loaded:
+                await self._read()
+        await self.until("document.querySelector('main')?.firstChild")
 
     async def run(self, expression: str) -> Any:
         """Return the value of a script's expression; a promise is waited for."""
@@ -121,6 +131,7 @@ async def opened_browser(profile: Path) -> AsyncIterator[Page]:
                 page = Page(socket)
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await page.call(f"{domain}.enable")
+                await page.call("Page.setLifecycleEventsEnabled", enabled=True)
                 yield page
     finally:
         with contextlib.suppress(ProcessLookupError):
