@@ -172,3 +172,21 @@ def test_log_completions_saves_the_scored_rollouts_of_each_step(make_trainer: Ca
     newest = trainer.last_block.rollouts
     assert list(table["vowels"]) == [rollout.metrics["vowels"] for rollout in newest]
     assert [text[0]["content"] for text in table["completion"]] == [r.completion[0]["content"] for r in newest]
+
+
+def test_a_rollout_without_a_metric_leaves_an_empty_cell_in_the_table(make_trainer: Callable[..., Any]) -> None:
+    def even(completion: Any) -> float:
+        if len(completion[-1]["content"]) % 2:
+            raise ValueError("cannot judge this one")
+        return float(len(completion[-1]["content"]))
+
+    env = tiny_world.single_turn()
+    env.rubric.add_metric(even)
+    trainer = make_trainer(env, log_completions=True)
+    trainer.train()
+    tables = sorted((Path(trainer.args.output_dir) / "completions").glob("*.parquet"))
+    table = pd.concat([pd.read_parquet(file) for file in tables])
+    lengths = [len(completion[-1]["content"]) for completion in table["completion"]]
+    told = [None if pd.isna(value) else value for value in table["even"]]
+    assert told == [None if length % 2 else length for length in lengths]
+    assert {length % 2 for length in lengths} == {0, 1}

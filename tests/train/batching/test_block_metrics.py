@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from verifiers.data.batch_plan import make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import rollout_advantages
-from verifiers.train.batching.block_metrics import block_metrics
+from verifiers.train.batching.block_metrics import block_metrics, fill_completions_table
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Failure, Outcome, RolloutKey
 
@@ -165,3 +167,23 @@ def test_a_block_without_a_score_has_no_mean_reward() -> None:
     metrics = metrics_of(block_of([[rollout(0, g, None, Outcome.GRADING_ERROR) for g in range(2)]]), 2)
     assert math.isnan(metrics["reward"])
     assert not {"reward_std", "frac_reward_zero_std"} & set(metrics)
+
+
+def test_the_table_of_completions_takes_what_models_write() -> None:
+    functions = [{"name": "find", "arguments": '{"text": '}, {"name": "add", "arguments": None}]
+    calls = [{"function": function} for function in functions]
+    parts = [{"type": "text", "text": "half \ud83d"}]
+    first, second, third = (rollout(0, number, float(number)) for number in range(3))
+    first.completion = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    second.completion = [{"role": "assistant", "content": parts, "tool_calls": None}]
+    first.metrics, second.metrics = {"one": 1.0}, {"two": 2.0, "none": None}  # type: ignore[dict-item]
+    columns: dict[str, Any] = {name: deque(["an earlier block's"], maxlen=3) for name in ("prompt", "completion")}
+    columns |= {"advantages": deque(maxlen=3), "rewards": defaultdict(lambda: deque(maxlen=3), gone=deque([1.0]))}
+    block = block_of([[first, second, third]])
+    fill_completions_table(columns, block, TrainingBlock(0, [], {first.key: [0.5, 1.5]}, []))
+    told = [messages[-1]["content"] for messages in columns["completion"]]
+    assert told == ['find({"text": )\nadd(None)', "half \ufffd", "c"]
+    assert list(columns["advantages"]) == [1.0, 0.0, 0.0]
+    assert list(columns["rewards"]) == ["one", "two", "none"]
+    assert [str(value) for value in columns["rewards"]["one"]] == ["1.0", "nan", "nan"]
+    assert len(columns["prompt"]) == 3

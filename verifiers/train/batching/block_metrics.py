@@ -13,10 +13,11 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
+from verifiers.inference.wire import whole_characters
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.batching.micro_batches import DEMONSTRATION, all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.types import Outcome, RolloutKey
+from verifiers.types import Outcome, RolloutKey, message_field, message_text
 
 
 def block_metrics(
@@ -285,13 +286,32 @@ def block_tokens(block: ScoredBlock) -> int:
 
 
 def fill_completions_table(table: Any, block: ScoredBlock, trained: TrainingBlock) -> None:
-    """Fill the table that TRL shows and saves with `log_completions`: the scored rollouts of the newest block."""
-    for rollout in block:
-        if not rollout.is_scored:
-            continue
-        given = trained.advantages.get(rollout.key, 0.0)
-        table["prompt"].append(rollout.prompt)
-        table["completion"].append(rollout.completion)
-        table["advantages"].append(fmean(given) if isinstance(given, list) else given)
-        for name, value in rollout.metrics.items():
-            table["rewards"][name].append(value)
+    """Put the scored rollouts of the newest block into the table that TRL shows and saves with `log_completions`.
+
+    Its columns have one type and one length: messages are role and text, with tool calls as they were written, which
+    TRL would parse; what a rollout has no value of is NaN.
+    """
+    rollouts = [rollout for rollout in block if rollout.is_scored]
+    given = [trained.advantages.get(rollout.key, 0.0) for rollout in rollouts]
+    columns = {
+        "prompt": [_told(rollout.prompt, "user") for rollout in rollouts],
+        "completion": [_told(rollout.completion, "assistant") for rollout in rollouts],
+        "advantages": [fmean(each) if isinstance(each, list) else each for each in given],
+    }
+    for name, column in columns.items():
+        table[name].clear()
+        table[name].extend(column)
+    table["rewards"].clear()
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
+        values = [rollout.metrics.get(name) for rollout in rollouts]
+        table["rewards"][name].extend(math.nan if value is None else value for value in values)
+
+
+def _told(messages: Any, role: str) -> list[dict[str, str]]:
+    told = []
+    for message in [{"role": role, "content": messages}] if isinstance(messages, str) else messages:
+        functions = [call.get("function", {}) for call in message_field(message, "tool_calls") or ()]
+        calls = [f"{function.get('name')}({function.get('arguments')})" for function in functions]
+        text = "\n".join(part for part in (message_text(message), *calls) if part)
+        told.append({"role": str(message_field(message, "role")), "content": whole_characters(text)})
+    return told
