@@ -136,6 +136,9 @@ def test_an_argument_that_nobody_supplies_is_refused_before_anything_is_sampled(
     [
         ("kl_coef", "give beta"),
         ("max_tokens", "give max_completion_length"),
+        ("max_new_tokens", "give max_completion_length"),
+        ("n", "give num_generations"),
+        ("lora_r", "a peft_config"),
         ("batch_size", "give per_device_train_batch_size"),
         ("dtype", "give model_init_kwargs"),
         ("max_prompt_length", "prompts are never cut"),
@@ -156,7 +159,9 @@ def test_arguments_of_trls_trainer_are_told_where_they_belong(tmp_path: Path) ->
     for name, place in (("reward_funcs", r"vf.Rubric\(funcs"), ("train_dataset", "dataset="), ("evn", "'env'")):
         given: Any = {name: []}
         with pytest.raises(ConfigError, match=f"GRPOTrainer takes no '{name}'; .*{place}"):
-            vf.GRPOTrainer("m", None, settings(tmp_path), **given)
+            vf.GRPOTrainer("m", args=settings(tmp_path), **given)
+    with pytest.raises(ConfigError, match=r"env is None; give an environment"):
+        plan_run(settings(tmp_path), None)
 
 
 def test_a_home_directory_in_a_models_path_is_the_users(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from verifiers.errors import ConfigError
 from verifiers.inference.wire import NEUTRAL, unless_neutral
 from verifiers.train.loss.loss_types import LOSS_TYPES
 
-CHOICES: dict[str, Collection[str]] = {
+CHOICES: dict[str, Collection[Any]] = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "kl_estimator": ("k1", "k2", "k3"),
+    "scale_rewards": ("group", "batch", "none", True, False),
     "advantage_estimator": ("group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     "weight_sync": ("auto", "directory", "nccl", "lora"),
 }
@@ -32,6 +33,9 @@ _BOUNDS = {
     "epsilon": (0, "0 or more"),
     "learning_rate": (0, "0 or more"),
     "weight_decay": (0, "0 or more"),
+    "max_grad_norm": (0, "0 (no clipping) or more"),
+    "max_completion_length": (1, "1 or more tokens"),
+    "delta": (0, "a bound above 1 + epsilon, or leave it out"),
     "temperature": (0, "a number above 0, such as 1.0"),
 }
 
@@ -86,7 +90,14 @@ UNSUPPORTED: dict[str, str] = {
 
 _MEANT = {
     "kl_coef": "beta",
-    "max_tokens": "max_completion_length",
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length"), "max_completion_length"),
+    **dict.fromkeys(("n", "group_size", "num_return_sequences"), "num_generations"),
+    **dict.fromkeys(("clip_range", "cliprange", "clip_eps"), "epsilon"),
+    **dict.fromkeys(("lora_r", "lora_rank", "use_peft"), "GRPOTrainer a peft_config, or a run file [lora]"),
+    "model": "it to GRPOTrainer, or a run file model",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "gamma": "turn_discount",
     "batch_size": "per_device_train_batch_size",
     "dtype": "model_init_kwargs, such as {'dtype': 'bfloat16'}",
     "torch_dtype": "model_init_kwargs, such as {'dtype': 'bfloat16'}",
@@ -108,7 +119,7 @@ def unknown_setting(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if name in _MEANT:
         return f"give {_MEANT[name]}."
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(names[:12])}."
 
 
@@ -134,12 +145,12 @@ def _values(args: Any) -> _Refusals:
         is_left_out = name == "kl_estimator" and value is None
         yield (
             value not in choices and not is_left_out,
-            f"{name} is {value!r}; choose one of {', '.join(choices)}.",
+            f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}.",
         )
     for name, (least, wanted) in _BOUNDS.items():
         if (value := getattr(args, name)) is not None:
             # not a number is less than nothing, and at least nothing either
-            yield not value >= least, f"{name} is {value}; give {wanted}."
+            yield isinstance(value, str) or not value >= least, f"{name} is {value!r}; give {wanted}."
     for name, wanted in _ABOVE_ZERO.items():
         if (value := getattr(args, name)) is not None:
             yield not value > 0, f"{name} is {value:g}; give {wanted}."

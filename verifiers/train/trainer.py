@@ -98,7 +98,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def __init__(
         self,
         model: Any,
-        env: Any,
+        env: Any = None,
         args: GRPOConfig | None = None,
         processing_class: Any = None,
         *,
