@@ -59,7 +59,7 @@ def test_a_column_of_later_rows_is_not_lost() -> None:
     ("dataset", "text"),
     [
         ([{"text": "x", "label": 1}], "neither a column 'prompt' nor a column 'question', only text, label"),
-        (["q1", "q2"], "must hold dicts"),
+        ([{"question": "?"}, "q2"], "Row 1 is 'q2'; a dataset given as a list must hold dicts"),
         ({"question": ["q"]}, "not dict"),
         (DatasetDict(train=Dataset.from_dict({"question": ["q"]})), "give one of them"),
         ([{"question": "q", "info": {"a": 1}}, {"question": "q", "info": "text"}], "as JSON text"),
@@ -200,13 +200,20 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([{"question": "?", "answer": 2**64}], "The column 'answer' has whole numbers beyond 64 bits; give them as"),
-        ([{"question": "?", "info": {"of": [1, -(2**63) - 1]}}], "The column 'info' has whole numbers beyond"),
+        (
+            [{"question": "?", "answer": 2**64}],
+            "Row 0 has 18446744073709551616 in its column 'answer': whole numbers beyond 64 bits",
+        ),
+        (
+            [{"question": "?", "answer": value} for value in (1, None, "4", 5)],
+            "Row 2 has '4' in its column 'answer', which",
+        ),
+        ([{"question": "?", "info": {"of": [1, -(2**63) - 1]}}], "in its column 'info': whole numbers"),
         ([{"question": "q \ud83d"}], "half of a character in 'q .ud83d'"),
         ([{"prompt": [ask("q")]}, {"prompt": None}], "Row 1 has no message in its 'prompt'"),
         ([{"prompt": [ask("q")]}, {"prompt": []}], "Row 1 has no message in its 'prompt'"),
     ],
-    ids=["answer", "info", "surrogate", "none", "empty"],
+    ids=["answer", "type", "info", "surrogate", "none", "empty"],
 )
 def test_a_row_that_cannot_be_asked_is_named(rows: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,7 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
         prompt = [_lean_message(message) for message in prompt]
     answer, task = row.get("answer"), row.get("task")
     task = "default" if task in (None, "") else str(task)
-    return prompt, "" if answer is None else answer, task, _info(row.get("info"))
+    return prompt, "" if answer is None else answer, task, _info(row)
 
 
 def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int | None:
@@ -152,23 +153,29 @@ def _lean_message(message: Any) -> Any:
     return lean
 
 
-def _info(value: Any) -> Info:
+def _info(row: Mapping[str, Any]) -> Info:
+    value, whose = row.get("info"), f"Row {row['id']}" if "id" in row else "A row"
     if value is None or value == "":
         return {}
     try:
         info = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise ConfigError(f"A row's info is text but not JSON ({error}): {value[:80]!r}.") from error
+        raise ConfigError(f"{whose} has an info that is text but not JSON ({error}): {value[:80]!r}.") from error
     if not isinstance(info, Mapping):
-        raise ConfigError(f"A row's info must be a dict or the JSON text of one, not {type(info).__name__}.")
+        raise ConfigError(
+            f"{whose} has {info!r:.60} as its info; give a dict or the JSON text of one, not {type(info).__name__}."
+        )
     return {name: drop_none(item) if name in ("oai_tools", "tool_defs") else item for name, item in info.items()}
 
 
 def _as_dataset(dataset: Any) -> Dataset:
     if isinstance(dataset, Sequence) and not isinstance(dataset, (str, bytes)):
         rows: list[Mapping[str, Any]] = list(dataset)
-        if not all(isinstance(row, Mapping) for row in rows):
-            raise ConfigError("A dataset given as a list must hold dicts, one a row.")
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ConfigError(
+                    f"Row {number} is {row!r:.60}; a dataset given as a list must hold dicts, one a row."
+                )
         return _from_rows(rows)
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
         raise ConfigError(
@@ -193,26 +200,33 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
             columns["info"] = [json.dumps(info) if isinstance(info, Mapping) else info for info in columns["info"]]
     try:
         return datasets.Dataset.from_dict(columns)
-    except OverflowError:
-        name = next(name for name, values in columns.items() if any(map(_is_long, values)))
-        raise ConfigError(f"The column {name!r} has whole numbers beyond 64 bits; give them as text.") from None
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"A row has half of a character in {error.object[:60]!a}; a table holds whole characters."
-        ) from None
-    except (TypeError, ValueError) as error:  # pyarrow's own errors are of these classes
-        raise ConfigError(
-            f"The rows do not fit one table ({error}): a column holds one type throughout; "
-            "give an info that varies as JSON text."
-        ) from error
+    except (TypeError, ValueError, OverflowError):  # pyarrow's own errors are of these classes
+        raise ConfigError(_misfit(columns)) from None
 
 
-def _is_long(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_is_long, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_is_long, value))
-    return isinstance(value, int) and not -(2**63) <= value < 2**63
+def _misfit(columns: Mapping[str, list[Any]]) -> str:
+    """Return which row of which column does not fit the rows before it, and why."""
+    import datasets
+
+    def error_of(name: str, rows: int) -> Exception | None:
+        try:
+            datasets.Dataset.from_dict({name: columns[name][:rows]})
+        except (TypeError, ValueError, OverflowError) as error:
+            return error
+        return None
+
+    name = next(name for name, values in columns.items() if error_of(name, len(values)))
+    row = bisect_left(range(1, len(columns[name])), True, key=lambda rows: error_of(name, rows) is not None)
+    found = f"Row {row} has {columns[name][row]!r:.60} in its column {name!r}"
+    error = error_of(name, row + 1)
+    if isinstance(error, OverflowError):
+        return f"{found}: whole numbers beyond 64 bits; give them as text."
+    if isinstance(error, UnicodeEncodeError):
+        return f"{found}: half of a character in {error.object[:60]!a}; a table holds whole characters."
+    return (
+        f"{found}, which does not fit the rows before it ({error}): a column holds one type throughout; give an info "
+        "that varies as JSON text."
+    )
 
 
 def _is_uniform(values: Sequence[Any]) -> bool:
