@@ -242,7 +242,8 @@ Info = dict[str, Any]
 SamplingArgs = dict[str, Any]
 """OpenAI's sampling arguments by name: temperature, max_tokens, top_p, seed, extra_body and the like."""
 
-RewardFunc = Callable[..., float | list[float] | Awaitable[float] | Awaitable[list[float]]]
+_Rewarded = float | list[float] | Mapping[str, float]
+RewardFunc = Callable[..., _Rewarded | Awaitable[_Rewarded]]
 """A function from what it names (prompt, completion, answer, state, ...) to a float; see `Rubric`."""
 
 

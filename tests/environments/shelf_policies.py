@@ -68,6 +68,28 @@ DOUBLECHECK = {
 }
 
 
+# -- propose_solve ------------------------------------------------------------------------------------------------
+
+
+def proposes_and_solves(length: int, *, solves: bool = True) -> Policy:
+    def policy(turn: Turn) -> str:
+        said: str = turn.messages[-1]["content"]
+        if "backward" in said:
+            return said.split()[-1][:: -1 if solves else 1]
+        first, last = re.findall(r"\b[a-z]\b(?= to|,)", said)
+        return first + "".join(letter for letter in "aeioust" if letter not in first + last)[: length - 2] + last
+
+    return policy
+
+
+PROPOSE_SOLVE = {
+    "oracle": proposes_and_solves(6),
+    "three_letters": proposes_and_solves(3),
+    "echo": proposes_and_solves(6, solves=False),
+    "chatty": lambda turn: f"The word is {proposes_and_solves(6)(turn)}",
+}
+
+
 # -- wordle -------------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +351,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "instructions": INSTRUCTIONS,
     "judged_rewrite": JUDGED_REWRITE,
     "mixed_text": MIXED_TEXT,
+    "propose_solve": PROPOSE_SOLVE,
     "python_math": PYTHON_MATH,
     "reverse_text": REVERSE_TEXT,
     "sentence_repeater": SENTENCE_REPEATER,

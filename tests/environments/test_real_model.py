@@ -8,7 +8,7 @@ import pytest
 
 import verifiers as vf
 
-PROMPTS, MAX_TOKENS = 64, 80
+PROMPTS, MAX_TOKENS = 32, 80
 
 
 @pytest.mark.slow

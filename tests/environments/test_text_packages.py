@@ -1,4 +1,4 @@
-"""Promises of reverse_text, spell_backward, doublecheck, sentence_repeater, complete_sequence and mixed_text."""
+"""Promises of the packages of texts and words: copied, reversed, proposed, completed, doubted and mixed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import reverse_text
 import shelf
 import spell_backward
-from shelf_policies import DOUBLECHECK, SENTENCE_REPEATER
+from shelf_policies import DOUBLECHECK, PROPOSE_SOLVE, SENTENCE_REPEATER
 
 import verifiers as vf
 
@@ -65,6 +65,31 @@ def test_doublecheck_asks_once_and_counts_the_second_answer() -> None:
         assert rollout.metrics == {"final_right": 0.0, "first_right": 1.0, "changed": 1.0}
     question, answer = doublecheck.make_problem(random.Random(0))
     assert eval(question.removeprefix("What is ").removesuffix("?")) == int(answer)
+
+
+def test_a_solver_sees_the_word_alone_and_is_not_asked_for_one_that_is_invalid() -> None:
+    env = vf.load_environment("propose-solve")
+    seen = []
+
+    def solves(turn: shelf.Turn) -> str:
+        seen.append([message["content"] for message in turn.messages])
+        return str(PROPOSE_SOLVE["oracle"](turn))
+
+    (rollout,) = shelf.play(env, solves, prompts=1)
+    first, last = rollout.prompt[-1]["content"].split()[7:10:2]
+    assert seen[1:] == [[f"Spell backward: {rollout.completion[0]['content']}"]]
+    assert rollout.role_rewards == {"proposer": 1.0, "solver": 1.0}
+    last = last.rstrip(",")
+    for word in (
+        "",
+        f"{first}{last}",
+        f"{first}qq{last}",
+        f"{first}1{last}",
+        f"{last}v{first}",
+        f"{first}bcdfgh{last}",
+    ):
+        (rollout,) = shelf.play(env, lambda turn, word=word: word, prompts=1)
+        assert (rollout.turns, rollout.role_rewards) == (1, {"proposer": 0.0}), word
 
 
 def test_sentence_k_is_asked_for_in_turn_k() -> None:

@@ -202,7 +202,7 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     [
         (
             [{"question": "?", "answer": 2**64}],
-            "Row 0 has 18446744073709551616 in its column 'answer': whole numbers beyond 64 bits",
+            "Row 0 has 18446744073709551616 in its column 'answer': ",
         ),
         (
             [{"question": "?", "answer": value} for value in (1, None, "4", 5)],

@@ -89,6 +89,8 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     check_keywords("--sampling-args", sampling, SAMPLING_ARGS)
     if args.temperature is not None and not args.temperature >= 0:
         raise ConfigError(f"--temperature is {args.temperature:g}; give 0 or more.")
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}; give 1 or more.")
     given = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     return sampling | {name: value for name, value in given.items() if value is not None}
 
