@@ -39,6 +39,8 @@ from verifiers.workers.connection import Connection
 from verifiers.workers.pool import RemoteWorkers, WorkerLink
 
 Wrapper = Callable[..., Any]
+Place = tuple[int, int, bool]
+"""Numbers of a trace and of a span in it, and True where it is drawn among those that are sent."""
 
 _OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion"}
 _REQUESTED = {
@@ -69,17 +71,15 @@ _span_ids = itertools.count(_random.getrandbits(62) + 1)
 class _Span:
     """A part of a rollout; inside of its `with` it is the parent of what begins."""
 
-    __slots__ = ("_began", "_parent", "_token", "attributes", "id", "is_drawn", "name", "trace")
+    __slots__ = ("_began", "_parent", "_token", "attributes", "is_drawn", "name", "place")
 
     def __init__(
-        self, name: str, attributes: dict[str, Any], above: _Span | None = None, *, is_drawn: bool = True
+        self, name: str, attributes: dict[str, Any], above: Place | None = None, is_drawn: bool = True
     ) -> None:
-        self.name, self.attributes, self.id = name, attributes, next(_span_ids)
-        above = above or _current.get()
-        if above is None:
-            self.trace, self._parent, self.is_drawn = _random.getrandbits(128), 0, is_drawn
-        else:
-            self.trace, self._parent, self.is_drawn = above.trace, above.id, is_drawn and above.is_drawn
+        self.name, self.attributes = name, attributes
+        trace, self._parent, is_above_drawn = above or _place() or (_random.getrandbits(128), 0, True)
+        self.is_drawn = is_drawn and is_above_drawn
+        self.place = trace, next(_span_ids), self.is_drawn
 
     def __enter__(self) -> _Span:
         self._token, self._began = _current.set(self), time_ns()
@@ -90,7 +90,7 @@ class _Span:
         if self.is_drawn:
             self.note(error)
             times = self._began, time_ns()
-            _tracer.ended.append((self.name, self.trace, self.id, self._parent, *times, self.attributes))
+            _tracer.ended.append((self.name, *self.place[:2], self._parent, *times, self.attributes))
 
     def note(self, result: Any) -> Any:
         """Note a reward, or the error that something ended with, and return it."""
@@ -127,10 +127,15 @@ def _parts(message: Any) -> dict[str, Any]:
     return {"role": message["role"], "parts": parts}
 
 
+def _place() -> Place | None:
+    span = _current.get()
+    return None if span is None else span.place
+
+
 def _traceparent() -> str:
     """Return the place here as W3C's Trace Context has it; "" outside of traces."""
-    span = _current.get()
-    return "" if span is None else f"00-{span.trace:032x}-{span.id:016x}-{span.is_drawn:02x}"
+    place = _place()
+    return "" if place is None else "00-{:032x}-{:016x}-{:02x}".format(*place)
 
 
 # -- what is wrapped; each wrapper is called with the original and its arguments -------------------------------------
@@ -155,7 +160,7 @@ def _span_of(name: str, requests: Sequence[Any]) -> _Span:
     ids = {"verifiers.block_id": key.block_id, "verifiers.example_id": key.example_id}
     # the same rollouts in each run of the same prompts
     is_drawn = share >= 1 or any(random.Random(str(request.key)).random() < share for request in requests)
-    return _Span(name, {"verifiers.run_id": _tracer.run, **ids}, is_drawn=is_drawn)
+    return _Span(name, {"verifiers.run_id": _tracer.run, **ids}, None, is_drawn)
 
 
 @_wraps(BlockRun, "_rollouts")
@@ -185,7 +190,7 @@ async def _rollout(original: Wrapper, env: Any, request: Any, run: Any) -> Any:
 def _begin_state(original: Wrapper, *args: Any) -> Any:
     state = original(*args)
     # reward functions are called when the rollout is over
-    state.span = _current.get()
+    state.place = _place()
     return state
 
 
@@ -203,8 +208,9 @@ async def _model_call(original: Wrapper, client: Any, path: str, arguments: Mapp
     known = {"gen_ai.operation.name": _OPERATIONS[path], "gen_ai.provider.name": "openai"}
     asked = {_REQUESTED[name]: value for name, value in arguments.items() if name in _REQUESTED}
     with _Span(f"{_OPERATIONS[path]} {arguments.get('model')}", known | asked) as span:
-        span.add_content("gen_ai.input.messages", arguments.get("messages") or [arguments.get("prompt")])
-        span.add_content("gen_ai.tool.definitions", arguments.get("tools"))
+        if _tracer.has_content:
+            span.add_content("gen_ai.input.messages", arguments.get("messages") or [arguments.get("prompt")])
+            span.add_content("gen_ai.tool.definitions", arguments.get("tools"))
         result = await original(client, path, arguments)
         # a test double's answer may be of any shape
         with contextlib.suppress(Exception):
@@ -221,7 +227,10 @@ def _note_answer(span: _Span, answer: Mapping[str, Any]) -> None:
         "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
         "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
     }
-    span.add_content("gen_ai.output.messages", [choice.get("message") or choice.get("text") for choice in choices])
+    if _tracer.has_content:
+        span.add_content(
+            "gen_ai.output.messages", [choice.get("message") or choice.get("text") for choice in choices]
+        )
 
 
 @_wraps(HttpBackend, "post")
@@ -252,7 +261,7 @@ def _tool_failure(original: Wrapper, env: Any, error: Exception, call_id: str) -
 def _evaluation(original: Wrapper, call: Any, values: Mapping[str, Any]) -> Any:
     name = reward_name(call.func)
     # in the rollout of its state; a function of the whole group has none
-    span = _Span(f"evaluate {name}", {"gen_ai.evaluation.name": name}, getattr(values.get("state"), "span", None))
+    span = _Span(f"evaluate {name}", {"gen_ai.evaluation.name": name}, getattr(values.get("state"), "place", None))
 
     async def awaited() -> Any:
         with span:
@@ -288,8 +297,8 @@ def _take(original: Wrapper, link: Any, message: Mapping[str, Any]) -> None:
 async def _work(original: Wrapper, *args: Any) -> None:
     if place := args[-1].get("traceparent"):
         # a task of its own, in the place that its message comes from
-        span = _Span("", {}, is_drawn=place.endswith("1"))
-        span.trace, span.id = int(place[3:35], 16), int(place[36:52], 16)
+        span = _Span("", {})
+        span.place = int(place[3:35], 16), int(place[36:52], 16), place.endswith("1")
         _current.set(span)
     await original(*args)
 
