@@ -65,11 +65,17 @@ TREE = [("group", [("evaluate ranks", []), ("rollout", ROLLOUT)])]
     "workers", ["inline", "processes:1", pytest.param("ray:1", marks=[pytest.mark.slow, pytest.mark.ray])]
 )
 def test_an_evaluation_is_a_tree_of_groups_rollouts_turns_calls_and_rewards(
-    evaluate: Evaluate, collector: Collector, workers: str
+    evaluate: Evaluate,
+    collector: Collector,
+    workers: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if workers.startswith("ray"):
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster").address)
     with FakeOpenAIServer(answers) as server:
         assert evaluate(server, "-T", "0.5", "-t", "50", "--seed", "3", "--workers", workers) == 0
-        sent_on = [request.headers["traceparent"] for request in server.requests]
+        sent_on = [asked.headers["traceparent"] for asked in server.requests]
     assert collector.tree() == TREE
     assert len({span.trace for span in collector.spans}) == 1
     calls = collector.named("chat")
