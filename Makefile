@@ -13,7 +13,7 @@ CLIENTS := .venv-clients
 VLLM := .venv-vllm
 DEEPSPEED := .venv-deepspeed
 ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
-PACKAGES := -e .[anthropic,train,gym,mcp,ray,rg,sandbox,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
+PACKAGES := -e .[anthropic,train,gym,mcp,otel,ray,rg,sandbox,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export MODEL
@@ -72,13 +72,15 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed
 
 clients: $(CLIENTS)/.installed
 
-# a venv of their own: litellm and inspect-ai want other versions than ours, and aider wants others than they. Agents of
-# npm come where it is; two of them are put in place by scripts, which npm leaves to who installs
+# a venv of their own: litellm and inspect-ai want other versions than ours, and aider and MLflow want others than they.
+# Agents of npm come where it is; two of them are put in place by scripts, which npm leaves to who installs
 $(CLIENTS)/.installed: requirements-clients.txt requirements-agents.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt
 	test -x $(CLIENTS)/aider/bin/python || $(PYTHON) -m venv $(CLIENTS)/aider
 	$(CLIENTS)/aider/bin/python -m pip install --quiet --disable-pip-version-check aider-chat==0.86.2
+	test -x $(CLIENTS)/mlflow/bin/python || $(PYTHON) -m venv $(CLIENTS)/mlflow
+	$(CLIENTS)/mlflow/bin/python -m pip install --quiet --disable-pip-version-check mlflow==3.17.2
 	if command -v npm > /dev/null; then \
 	  npm install --no-audit --no-fund --loglevel=error --prefix $(CLIENTS)/agents $$(cat requirements-agents.txt); \
 	  cd $(CLIENTS)/agents/node_modules && node @anthropic-ai/claude-code/install.cjs && node opencode-ai/postinstall.mjs; \

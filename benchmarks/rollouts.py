@@ -11,8 +11,10 @@ Rollouts run with rarer garbage collections (`relaxed_gc` in verifiers/rollouts/
 the floor is measured with Python's setting, as people write it, and with ours.
 
 Ends with one line of JSON: ratio_to_raw (1.0 would be no overhead at all over aiohttp), ratio_to_raw_same_gc (the
-same against raw aiohttp with our collector setting), ratio_to_openai, ratio_with_a_lost_server (on four servers of
-which one is stopped and started again, to the rate on four).
+same against raw aiohttp with our collector setting), ratio_to_openai, ratio_traced and cpu_ratio_traced (rate, and
+CPU time of this process, with every rollout traced, to those with none: medians of pairs; the server takes the
+spans, too), ratio_with_a_lost_server (on four servers of which one is stopped and started again, to the rate on
+four).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import openai
 from fake_process import server_process
 
 import verifiers as vf
+from verifiers import tracing
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.server_pool import backend_for
 from verifiers.rollouts.rollout import RolloutRequest
@@ -95,6 +98,8 @@ async def verifiers_rollouts(url: str | list[str], requests: int, in_flight: int
     assert all(rollout.reward == 1.0 for group in scored for rollout in group.rollouts)
 
 
+LOADING_S = 3.0
+TRACED = "rollouts, traced"
 Client = Callable[[Any, int, int], Awaitable[None]]
 CLIENTS: dict[str, Client] = {
     "raw aiohttp": raw_aiohttp,
@@ -110,6 +115,24 @@ def measure(client: Client, url: Any, requests: int, in_flight: int) -> tuple[fl
     asyncio.run(client(url, requests, in_flight))  # type: ignore[arg-type]
     elapsed, used = time.perf_counter() - started, time.process_time() - cpu
     return requests / elapsed, used / requests * 1000
+
+
+def measure_traced(url: str, requests: int, in_flight: int) -> tuple[float, float]:
+    """Return the same of rollouts that are all traced, while they run."""
+    settings = argparse.Namespace(trace=url.removesuffix("/v1"), trace_share=1.0, trace_content=False)
+    stop = tracing.start(settings, "benchmark")
+    # the process that sends spans loads on the cores that are measured
+    time.sleep(LOADING_S)
+    try:
+        return measure(verifiers_rollouts, url, requests, in_flight)
+    finally:
+        stop()
+
+
+def paired(rates: dict[str, list[tuple[float, float]]], column: int) -> float:
+    """Return the median ratio of a traced round to the same without traces: of the rate, or of the CPU time."""
+    pairs = zip(rates[TRACED], rates["verifiers rollouts"], strict=True)
+    return statistics.median(traced[column] / other[column] for traced, other in pairs)
 
 
 def with_a_lost_server(requests: int, in_flight: int) -> float:
@@ -136,7 +159,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in CLIENTS}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in (*CLIENTS, TRACED)}
     with server_process(ANSWER, "--instant") as url:
         for client in CLIENTS.values():
             measure(client, url, 400, args.in_flight)
@@ -144,6 +167,7 @@ def main() -> int:
             for name, client in CLIENTS.items():
                 requests = args.requests // 4 if client is openai_client else args.requests
                 rates[name].append(measure(client, url, requests, args.in_flight))
+            rates[TRACED].append(measure_traced(url, args.requests, args.in_flight))
     medians = {name: statistics.median(rate for rate, _ in runs) for name, runs in rates.items()}
     print(f"{args.in_flight} in flight, {args.requests} requests a round, medians of {args.rounds} rounds")
     for name, runs in rates.items():
@@ -155,6 +179,8 @@ def main() -> int:
         "ratio_to_raw": round(ours / medians["raw aiohttp"], 3),
         "ratio_to_raw_same_gc": round(ours / medians["raw, rarer collections"], 3),
         "ratio_to_openai": round(ours / medians["openai.AsyncOpenAI"], 3),
+        "ratio_traced": round(paired(rates, 0), 3),
+        "cpu_ratio_traced": round(paired(rates, 1), 3),
         "ratio_with_a_lost_server": round(
             statistics.median(with_a_lost_server(args.requests, args.in_flight) for _ in range(args.rounds)), 3
         ),

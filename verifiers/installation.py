@@ -20,6 +20,7 @@ EXTRAS = {
     "anthropic": "anthropic",
     "gymnasium": "gym",
     "mcp": "mcp",
+    "opentelemetry": "otel",
     "ray": "ray",
     "reasoning_gym": "rg",
     "textarena": "ta",

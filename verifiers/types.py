@@ -256,9 +256,11 @@ class State(dict[str, Any]):
 
     Attributes:
         held: the worker that holds what reward functions need of it, and its number there; None without workers.
+        place: of the rollout in a trace, where it is traced.
     """
 
     held: Any = None
+    place: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         # connections are shared, not copied

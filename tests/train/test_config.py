@@ -113,6 +113,7 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
             {"importance_sampling_level": "row"},
             "importance_sampling_level is 'row'; choose one of token, sequence",
         ),
+        ({"trace": "collector:4318"}, "trace is 'collector:4318'; give a collector's address"),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "loss_type='vespo' weighs by .* whole row"),
         ({"turn_discount": 1.5}, "turn_discount is 1.5; give 0.0"),
         ({"teacher_url": "u", "teacher_coef": 0.0}, "teacher_coef 0.0; give 0 or more tokens, and a coefficient"),

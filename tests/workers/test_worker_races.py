@@ -182,6 +182,21 @@ async def test_an_untrained_call_has_the_arguments_of_the_sdk(begin_with: Any) -
     assert "temperature" not in asked
 
 
+async def test_answers_to_two_roles_at_once_are_each_trained_as_its_own(begin_with: Any) -> None:
+    async def ask_both(state: vf.State) -> None:
+        async with asyncio.TaskGroup() as calls:
+            for name in ("one", "two"):
+                create = state["client"].role(name).chat.completions.create
+                messages = [{"role": "user", "content": name}]
+                calls.create_task(create(model=state["model"], messages=messages))
+
+    begin_with(ask_both)
+    played, _ = world.workers_of(world.Scripted)
+    runner = world.runner_of(played, require_tokens=True)
+    group = await runner.run_group(world.requests_of(played, [0], size=1)[0])
+    assert {row.role for row in group.rollouts[0].rows} == {"one", "two", None}
+
+
 async def test_a_score_that_is_given_up_leaves_nothing_in_the_worker() -> None:
     engine = world.InLoop(1)
     played, _ = world.workers_of(world.Faulty, engine)

@@ -110,6 +110,9 @@ def parser() -> CommandParser:
     add("--right-from", type=float, default=1.0, metavar="REWARD", help="reward from which pass@k counts a rollout")
     add("--prices", metavar="FILE", help="TOML table of prices by model, for the cost of the run")
     add("--json", action="store_true", help="print the summary as one line of JSON, and no progress")
+    add("--trace", metavar="URL", help="send OpenTelemetry spans to this collector")
+    add("--trace-share", type=float, default=1.0, metavar="X", help="share of the rollouts that are traced")
+    add("--trace-content", action="store_true", help="trace what is said too, not only names and numbers")
     add("-v", "--verbose", action="store_true", help="log what happens")
     return parser
 
@@ -190,6 +193,10 @@ def _evaluate(
         # a complete run that belongs to somebody else is read
         writes = not run.is_complete or os.access(run.directory, os.W_OK)
         with contextlib.ExitStack() as opened:
+            if args.trace is not None and not run.is_complete:
+                from verifiers import tracing
+
+                opened.callback(tracing.start(args, run.directory.name))
             store = ResultStore(run.directory, {**run.metadata, "status": "running"}, redact)
             if writes:
                 opened.enter_context(store)

@@ -120,31 +120,37 @@ class MultiTurnEnv(Environment):
 
     async def _converse(self, state: State) -> None:
         """Let the policy and the environment speak in turns until the rollout is over."""
-        reply: Messages | None = None
         marked = marked_methods(self, "stop")
-        while not await self._is_over(state, marked):
-            messages: Messages = said_so_far(state)
-            if getattr(self.get_model_response, "__func__", None) is MultiTurnEnv.get_model_response:
-                response = await ask_model(self, state, messages)
-            else:
-                response = await maybe_await(self.get_model_response, state, messages)
-            add_response(state, messages, response, self.message_type)
-            reply = None
-            if await self._is_over(state, marked):
-                break
-            given = await maybe_await(self.env_response, said_so_far(state), state)
-            if isinstance(given, tuple):
-                given, entries = given
-                change(state, entries)
-            if state.get("final_env_response") is None:
-                before = state["completion"]
-                state["completion"] = joined(before, given) if given else before
-                reply = state["completion"][len(before) :] or None
+        reply: Messages | None = None
+        is_over = await self._is_over(state, marked)
+        while not is_over:
+            is_over, reply = await self._turn(state, marked)
         if reply is not None:
             # the rollout ended on the environment's reply, which the policy has not seen
             state["final_env_response"] = reply
         elif (final := state.get("final_env_response")) is not None:
             state["completion"] = joined(state["completion"], final)
+
+    async def _turn(self, state: State, marked: Sequence[Callable[..., Any]]) -> tuple[bool, Messages | None]:
+        """Let the policy answer and the environment reply; return True where the rollout is over, and the reply."""
+        messages: Messages = said_so_far(state)
+        if getattr(self.get_model_response, "__func__", None) is MultiTurnEnv.get_model_response:
+            response = await ask_model(self, state, messages)
+        else:
+            response = await maybe_await(self.get_model_response, state, messages)
+        add_response(state, messages, response, self.message_type)
+        if await self._is_over(state, marked):
+            return True, None
+        reply: Messages | None = None
+        given = await maybe_await(self.env_response, said_so_far(state), state)
+        if isinstance(given, tuple):
+            given, entries = given
+            change(state, entries)
+        if state.get("final_env_response") is None:
+            before = state["completion"]
+            state["completion"] = joined(before, given) if given else before
+            reply = state["completion"][len(before) :] or None
+        return await self._is_over(state, marked), reply
 
     async def _is_over(self, state: State, marked: Sequence[Callable[..., Any]]) -> bool:
         if getattr(self.is_completed, "__func__", None) is MultiTurnEnv.is_completed:

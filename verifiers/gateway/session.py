@@ -9,6 +9,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,7 @@ class Session:
         is_over_budget: set when a call was refused for the budget.
         is_sealed: the rollout is over, and calls add nothing.
         newest_refusal: why a call was refused, the newest time; "" where none was.
+        context: of the rollout, for its calls; the listener's is that of the rollout that opened it.
     """
 
     client: RolloutClient
@@ -104,6 +106,7 @@ class Session:
     is_over_budget: asyncio.Event = field(default_factory=asyncio.Event)
     is_sealed: bool = False
     newest_refusal: str = ""
+    context: Context = field(default_factory=copy_context)
     _exchanges: dict[bytes, list[Exchange]] = field(default_factory=lambda: defaultdict(list))
     _order: list[Exchange] = field(default_factory=list)
     _refusal: RefusedCallError | None = None
@@ -311,7 +314,7 @@ class Session:
             raise RefusedCallError(
                 f"there is no model {call.model!r} here; ask for {names}.", status=404, code="model_not_found"
             )
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, context=self.context.copy())
         # nobody may be left to ask for its failure
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return Exchange(call, task, max_tokens)

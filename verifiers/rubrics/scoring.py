@@ -137,9 +137,9 @@ class RewardCall:
         self._names, self._takes_everything = parameters_of(func)
         self.is_group = not PLURALS.isdisjoint(self._names)
         self.read: Callable[[Any], Reward] = getattr(func, _REWARDS, finite_float)
-        self._is_async = is_async_function(func)
+        self.is_async = is_async_function(func)
         # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
-        self.waits = self._is_async or "judge" in self._names
+        self.waits = self.is_async or "judge" in self._names
 
     def result(self, values: Mapping[str, Any]) -> Any:
         """Call the function with those of `values` that it names; return its result, or what it raised."""
@@ -154,7 +154,7 @@ class RewardCall:
         """Make calls of the function side by side; return the result of each, or what it raised."""
 
         async def result(values: Mapping[str, Any]) -> Any:
-            if self._is_async:
+            if self.is_async:
                 return await _settled(self.result(values))
             threads = threads_for("reward function that waits", MAX_WAITING_THREADS)
             return await _settled(await threads.run(functools.partial(self.result, values)))

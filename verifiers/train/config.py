@@ -128,6 +128,10 @@ class GRPOConfig(trl.GRPOConfig):
             gets the present weights before it samples.
         generation: how turns are sent: "auto" as token ids from the second turn on where the server can, so that chat
             templates that strip earlier reasoning make no forks; "tokens" as token ids always; "messages" never.
+        trace: a collector's address, such as "http://127.0.0.1:4318", to which OpenTelemetry spans of rollouts are
+            sent; None for none.
+        trace_share: share of the rollouts that are traced, each of them whole.
+        trace_content: trace what is said too, not only names and numbers.
         report_to: logging integrations, as in transformers; none unless asked for.
         disable_dropout: dropout is off in every run, that of adapters too; False is refused.
 
@@ -191,6 +195,9 @@ class GRPOConfig(trl.GRPOConfig):
     server_wait: float = 300.0
     server_restart_timeout: float = 300.0
     generation: str = "auto"
+    trace: str | None = None
+    trace_share: float = 1.0
+    trace_content: bool = False
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]
     report_to: Any = "none"
     disable_dropout: bool | None = None  # type: ignore[assignment]
@@ -205,6 +212,10 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         self._given = self._settings()
         refuse_conflicts(self)
+        if self.trace is not None:
+            from verifiers import tracing
+
+            tracing.check(self)
         # TRL would start an engine or a client of its own; ours is the rollout server's
         self.use_vllm = False
         self._refuse_indivisible_sizes()

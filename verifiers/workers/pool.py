@@ -251,7 +251,9 @@ class WorkerLink:
     def _on_call(self, message: Message) -> None:
         number, played = message["call"], self._rollouts.get(message["rollout"])
         if played is not None and not played.done.done():
-            task = self._calls[number] = asyncio.create_task(self._call(played, message), context=played.context)
+            # calls of a rollout that run at once have contexts of their own: roles are in them
+            context = played.context.copy()
+            task = self._calls[number] = asyncio.create_task(self._call(played, message), context=context)
             task.add_done_callback(lambda _: self._calls.pop(number, None))
         else:
             over = ConfigError("the rollout is over, and its client was called.")

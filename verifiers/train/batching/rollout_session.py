@@ -54,6 +54,7 @@ class RolloutSession:
         self._checks_meanwhile, self._tokenizer = checks_meanwhile, tokenizer
         self.generator: AsyncBatchGenerator | None = None
         self.prefetcher: RolloutPrefetcher | None = None
+        self._tracing = contextlib.ExitStack()
 
     @property
     def weight_sync(self) -> WeightSync:
@@ -90,6 +91,10 @@ class RolloutSession:
                 timeout_s=args.grading_timeout,
                 max_concurrent=args.max_concurrent,
             )
+        if args.trace is not None:
+            from verifiers import tracing
+
+            self._tracing.callback(tracing.start(args, args.run_name or str(args.output_dir)))
         self.generator = AsyncBatchGenerator(
             self._envs[0],
             publisher.servers,
@@ -138,6 +143,7 @@ class RolloutSession:
         generator, self.generator, self.prefetcher = self.generator, None, None
         # whatever one of them raises, the rest is given back
         with contextlib.ExitStack() as stack:
+            stack.callback(self._tracing.close)
             stack.callback(self._publisher.close)
             if generator is not None:
                 stack.callback(generator.close)
