@@ -176,6 +176,23 @@ async def test_errors_of_a_client_called_as_given_have_the_same_meaning(fault: F
         assert caught.value.retry_after_s == 7.0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("calls", [[3], [{"id": "c"}], 3])
+async def test_an_answer_that_an_sdk_took_as_it_came_is_a_failed_try(calls: Any) -> None:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "tool_calls": calls}}
+    async with FakeOpenAIServer(faults=Fault(200, body={"choices": [choice]})) as server:
+        client = openai.AsyncOpenAI(base_url=server.url, api_key="k")
+        with pytest.raises(RetryableError, match="no completion"):
+            await ClientBackend(client).call("/chat/completions", ASK)
+        await client.close()
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"error": ' + "[" * 100_000, '{"error": {"code": ' + "9" * 5000])
+async def test_an_error_that_no_reader_of_json_takes_is_quoted(body: str) -> None:
+    async with FakeOpenAIServer(faults=Fault(400, body=body)) as server:
+        with pytest.raises(ProviderError, match=r"answered 400: ."):
+            await one_call(server.url)
+
+
 async def test_a_foreign_error_passes_unchanged() -> None:
     error = KeyError("theirs")
     client = MagicMock()
