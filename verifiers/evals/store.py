@@ -336,7 +336,7 @@ def repair_last_line(path: Path) -> None:
             return
         try:
             whole = isinstance(json.loads(incomplete), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             whole = False
         if whole:
             file.seek(end)
