@@ -383,6 +383,8 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("ftp://127.0.0.1/v1", "not an HTTP address"),
         ("127.0.0.1:8000/v1", "not an HTTP address"),
         ("http:///v1", "not an HTTP address"),
+        *((f"http://{host}/v1", "neither a name nor an address") for host in ("127.1", "1.2.3.4.5", "2130706433")),
+        *((f"http://{host}/v1", "neither a name nor") for host in ("a..b", "...", "\\\\h", "ex%zz", "a" * 64)),
     ],
 )
 def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, problem: str) -> None:
@@ -395,6 +397,12 @@ def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, p
 def test_a_line_break_in_a_key_or_header_is_refused(key: str, headers: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"(API key|header 'X-Team') for .* has a line break in it"):
         Endpoint("http://127.0.0.1:8000/v1", key, headers)
+
+
+@pytest.mark.parametrize("name", ["X Team", "", "X:", "Größe"])
+def test_a_header_with_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="has a name that no request can hold"):
+        Endpoint("http://127.0.0.1:8000/v1", "sk-a", {name: "a"})
 
 
 @pytest.fixture

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     import aiohttp
 
 
+# labels of a name, which are not all numbers, or an address of version 4
+_HOST = re.compile(r"(?![\d.]+$)([^\s.%\\]{1,63}\.)*[^\s.%\\]{1,63}\.?|\d+(\.\d+){3}")
+
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+
+
 def check_base_url(url: str) -> None:
     """Raise ConfigError where a base URL is no address that every route can be added to."""
     problem = ""
@@ -38,6 +44,8 @@ def check_base_url(url: str) -> None:
             problem = "has a user or password in it; send that as a key or a header"
         elif parts.netloc.count(":") > 1 and "]" not in parts.netloc:
             problem = "has an IPv6 address without brackets"
+        elif ":" not in parts.hostname and not _HOST.fullmatch(parts.hostname):
+            problem = "has a host that is neither a name nor an address"
         elif parts.port == 0:
             problem = "has port 0"
         elif parts.query or parts.fragment or re.search(r"[\s?#\x00-\x1f]", url):
@@ -120,6 +128,8 @@ class Endpoint:
                 raise ConfigError(
                     f"the {what} for {self.base_url} has a line break in it, which no request can hold."
                 )
+            if not _HEADER_NAME.fullmatch(name):
+                raise ConfigError(f"the header {name!r} for {self.base_url} has a name that no request can hold.")
 
     @classmethod
     def from_openai(cls, client: Any) -> Endpoint:
