@@ -128,8 +128,9 @@ async def drained_by_signals(
         work.exit_code = 128 + number
         if number not in at_once and not work.requested:
             line = f"{name}: finishing the work in flight, for at most {work.drain_s:g} s; again to stop at once"
-            print(line, file=sys.stderr)
             work.drain()
+            with contextlib.suppress(OSError):
+                print(line, file=sys.stderr)
         else:
             work.abort()
 

@@ -43,6 +43,11 @@ def test_a_standard_output_without_room_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_standard_error_without_room_changes_no_exit_code(tmp_path: Path) -> None:
+    assert run_in(tmp_path, f"{COMMAND} 2>/dev/full").returncode == 0
+    assert run_in(tmp_path, f"{COMMAND} --temperature -1 2>/dev/full").returncode == 2
+
+
 def test_an_ascii_output_takes_every_character(tmp_path: Path) -> None:
     done = run_in(tmp_path, COMMAND, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
     assert done.returncode == 0, done

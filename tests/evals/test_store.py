@@ -62,6 +62,12 @@ def test_an_incomplete_last_line_is_left_out_and_cut_off_before_the_next_is_writ
         assert [row["example_id"] for row in read_run(tmp_path).rows] == [*kept, 2]
 
 
+def test_generations_of_other_types_do_not_stop_a_run_from_being_read(tmp_path: Path) -> None:
+    lines = ['{"example_id": 0, "generation": 1}', '{"example_id": 0, "generation": "a"}', '{"example_id": 0}']
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    assert len(read_run(tmp_path).rows) == 3
+
+
 def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"example_id": 0}\n{"exam\n{"example_id": 2}\n')
     with pytest.raises(ConfigError, match=r"line 2 of .*results.jsonl' is damaged"):
@@ -78,9 +84,10 @@ def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
         '{"example_id": [1], "reward": 1.0}',
         '{"example_id": 1, "generation": {}}',
         '{"example_id": 1, "completion_tokens": "12"}',
+        '{"example_id": 1, "completion_tokens": 1e300}',
         '{"example_id": 1, "info": ' + "[" * 100_000 + "]" * 100_000 + "}",
     ],
-    ids=["text", "huge", "infinite", "boolean", "list", "object", "tokens", "deep"],
+    ids=["text", "huge", "infinite", "boolean", "list", "object", "tokens", "many tokens", "deep"],
 )
 def test_a_row_with_an_odd_value_is_named_by_file_and_line(odd: str, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text(f'{{"example_id": 0}}\n{odd}\n{{"example_id": 2}}\n')

@@ -122,9 +122,11 @@ async def test_of_equal_calls_each_retry_gets_its_own_answer(opened: Any) -> Non
         assert [await post(retry) for retry in "0011"] == ["first", "second", "first", "second"]
 
 
-async def test_the_key_and_the_headers_of_an_endpoint_do_not_reach_the_agent() -> None:
+@pytest.mark.parametrize("status", [400, 200])
+async def test_the_key_and_the_headers_of_an_endpoint_do_not_reach_the_agent(status: int) -> None:
     secrets = ("sk-provider-0123456789", "tenant-4711-abcdef-0123456789")
-    quoting = Fault(400, body={"error": {"message": f"bad request with {' and '.join(secrets)}"}})
+    error = {"message": f"bad request with {' and '.join(secrets)}", "code": 400}
+    quoting = Fault(status, body={"error": error})
     async with FakeOpenAIServer(faults=[quoting]) as server:
         backend = HttpBackend(Endpoint(server.url, secrets[0], {"X-Tenant": secrets[1]}))
         gateway = Gateway()

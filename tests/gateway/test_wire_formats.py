@@ -373,6 +373,10 @@ async def test_bodies_that_are_no_call_are_refused_and_never_a_server_error(
         "responses": [{"model": "fake", "input": 5}, {"model": "fake", "input": ["a"]}],
         "messages": [{"model": "fake", "max_tokens": "many", "messages": []}],
     }
+    asked = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
+    for value in ("x", [3], {"edits": 3}, {"edits": [None]}):
+        bodies["messages"].append({**asked, "context_management": value})
+    bodies["chat/completions"] += [{**asked, "chat_template_kwargs": value} for value in (True, "x", [3])]
     bodies["chat/completions"].append({"model": "fake", "messages": [], "tools": [tool], "stream": "yes"})
     for path, refused in bodies.items():
         for body in refused:
@@ -407,11 +411,12 @@ async def test_models_are_listed_in_the_shape_of_the_sdk_that_asks(opened: Any, 
 
 
 async def test_a_server_that_counts_no_tokens_is_named(opened: Any, closing: AsyncExitStack) -> None:
-    session, url, _ = await opened()
-    client = await closing.enter_async_context(anthropic_client(session, url))
-    with pytest.raises(anthropic.APIStatusError, match="does not count tokens") as caught:
-        await client.messages.count_tokens(model="fake", messages=[{"role": "user", "content": "1 + 1?"}])
-    assert caught.value.status_code == 501
+    for body in (None, {"count": "many"}, {"tokens": [1]}):
+        session, url, _ = await opened(faults=None if body is None else Fault(200, body=body, times=9))
+        client = await closing.enter_async_context(anthropic_client(session, url))
+        with pytest.raises(anthropic.APIStatusError, match="does not count tokens") as caught:
+            await client.messages.count_tokens(model="fake", messages=[{"role": "user", "content": "1 + 1?"}])
+        assert caught.value.status_code == 501
 
 
 IMAGE = "data:image/png;base64,iVBORw0KGgo="

@@ -176,6 +176,23 @@ async def test_errors_of_a_client_called_as_given_have_the_same_meaning(fault: F
         assert caught.value.retry_after_s == 7.0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("calls", [[3], [{"id": "c"}], 3])
+async def test_an_answer_that_an_sdk_took_as_it_came_is_a_failed_try(calls: Any) -> None:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "tool_calls": calls}}
+    async with FakeOpenAIServer(faults=Fault(200, body={"choices": [choice]})) as server:
+        client = openai.AsyncOpenAI(base_url=server.url, api_key="k")
+        with pytest.raises(RetryableError, match="no completion"):
+            await ClientBackend(client).call("/chat/completions", ASK)
+        await client.close()
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"error": ' + "[" * 100_000, '{"error": {"code": ' + "9" * 5000])
+async def test_an_error_that_no_reader_of_json_takes_is_quoted(body: str) -> None:
+    async with FakeOpenAIServer(faults=Fault(400, body=body)) as server:
+        with pytest.raises(ProviderError, match=r"answered 400: ."):
+            await one_call(server.url)
+
+
 async def test_a_foreign_error_passes_unchanged() -> None:
     error = KeyError("theirs")
     client = MagicMock()
@@ -366,6 +383,8 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("ftp://127.0.0.1/v1", "not an HTTP address"),
         ("127.0.0.1:8000/v1", "not an HTTP address"),
         ("http:///v1", "not an HTTP address"),
+        *((f"http://{host}/v1", "neither a name nor an address") for host in ("127.1", "1.2.3.4.5", "2130706433")),
+        *((f"http://{host}/v1", "neither a name nor") for host in ("a..b", "...", "\\\\h", "ex%zz", "a" * 64)),
     ],
 )
 def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, problem: str) -> None:
@@ -378,6 +397,12 @@ def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, p
 def test_a_line_break_in_a_key_or_header_is_refused(key: str, headers: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"(API key|header 'X-Team') for .* has a line break in it"):
         Endpoint("http://127.0.0.1:8000/v1", key, headers)
+
+
+@pytest.mark.parametrize("name", ["X Team", "", "X:", "Größe"])
+def test_a_header_with_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="has a name that no request can hold"):
+        Endpoint("http://127.0.0.1:8000/v1", "sk-a", {name: "a"})
 
 
 @pytest.fixture

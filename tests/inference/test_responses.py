@@ -14,6 +14,7 @@ from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import Endpoint
 from verifiers.inference.responses_api import ResponsesBackend, chat_completion, responses_body
 from verifiers.inference.retry import RetryableError, RetryPolicy
+from verifiers.inference.wire import read_completion
 from verifiers.rollouts.recording_client import RolloutClient
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}}}
@@ -186,11 +187,12 @@ def test_a_cut_answer_a_refusal_and_reasoning_keep_their_meaning() -> None:
     ("response", "kind", "text"),
     [
         (a_response(), RetryableError, "without a message"),
+        (a_response(said("hi"), created_at=float("inf")), RetryableError, "no completion"),
         (a_response(status="failed", error={"code": "server_error", "message": "boom"}), RetryableError, "boom"),
         (a_response(status="failed", error={"code": "invalid_prompt", "message": "bad"}), ProviderError, "bad"),
     ],
 )
 def test_a_failed_response_is_a_failure_and_no_answer(response: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(ProviderError, match=text) as caught:
-        chat_completion(response, "http://there")
+        read_completion(response, "http://there", "message", convert=chat_completion)
     assert type(caught.value) is kind

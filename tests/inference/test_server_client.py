@@ -51,7 +51,7 @@ async def test_an_answer_that_breaks_off_is_none(raw: bytes) -> None:
     assert not raised.value.timed_out
 
 
-@pytest.mark.parametrize("body", ["hi", "[1]", '{"weight_version": '])
+@pytest.mark.parametrize("body", ["hi", "[1]", '{"weight_version": ', "[" * 100_000])
 async def test_an_answer_of_another_kind_is_refused_with_a_sentence(body: str) -> None:
     with FakeOpenAIServer(
         route_faults={"/weight_info": Fault(200, body=body), "/v1/models": Fault(200, body=body)}
@@ -60,6 +60,13 @@ async def test_an_answer_of_another_kind_is_refused_with_a_sentence(body: str) -
             await ServerClient(s.url).weight_version()
         with pytest.raises(WeightSyncError, match="lists no model"):
             await ServerClient(s.url).model_name()
+
+
+@pytest.mark.parametrize("models", ["[3]", '{"a": 1}', '"abc"', "[{}]", "[null]", "[]"])
+async def test_a_list_of_models_of_another_shape_is_refused_with_a_sentence(models: str) -> None:
+    answer = Fault(200, body=f'{{"data": {models}}}')
+    with FakeOpenAIServer(route_faults={"/v1/models": answer}) as s, pytest.raises(WeightSyncError, match="no model"):
+        await ServerClient(s.url).model_name()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_an_idle_server_is_neither_full_nor_empty() -> None:
     assert load.take("vf_sequences_running 0.0\nvf_sequences_waiting 0.0\n")
     assert "server/full" not in load.metrics()
     assert not load.take("python_info 1.0\n")
+    assert not load.take("vf_sequences_running NaN\nvf_sequences_waiting 1.2.3\nvf_slots_used +Inf\n")
     assert ServerLoad().metrics() == {}
 
 

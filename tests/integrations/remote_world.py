@@ -64,6 +64,8 @@ class RecordingServer:
         self.tokens: list[str | None] = []
         # statuses that the next requests of a route are answered with instead
         self.faults: dict[str, list[int]] = {}
+        # and bodies that they are answered with
+        self.bodies: dict[str, Any] = {}
         self.grade: Callable[[list[dict[str, Any]]], Any] = lambda items: [
             {**item, "reward": 1.0, "metrics": {}, "error": None} for item in items
         ]
@@ -120,6 +122,8 @@ class RecordingServer:
         self._thread.join()
 
     def answer(self, path: str, body: Any) -> Any:
+        if path in self.bodies:
+            return self.bodies[path]
         if path == "/v2/meta":
             datasets = [{"id": name, "rows": size} for name, size in self.sizes.items()]
             meta = {"stages": self.stages, "seed": 0, "replacement": False, "datasets": datasets}

@@ -258,6 +258,16 @@ async def test_a_refusal_is_not_repeated(recorder: RecordingServer) -> None:
     assert len(recorder.calls("/v2/grade")) == 1
 
 
+@pytest.mark.parametrize("path", ["/v2/meta", "/v2/rows", "/v2/sample"])
+@pytest.mark.parametrize("body", [3, [1], {}, {"samples": 3, "total": 2}, {"samples": [], "total": 2**70}])
+def test_an_answer_of_another_kind_ends_the_run_with_the_route_that_gave_it(
+    recorder: RecordingServer, path: str, body: Any
+) -> None:
+    recorder.bodies[path] = body
+    with pytest.raises(InfraError, match=rf"to {path} is not a dataserver's|asked for \d+ samples and gave 0"):
+        plan_of(RemoteEnv(recorder.url), num_prompts=16).example_ids(0)
+
+
 @pytest.mark.usefixtures("quick")
 def test_prompts_are_asked_for_again_and_then_the_run_ends_with_a_sentence(recorder: RecordingServer) -> None:
     recorder.faults["/v2/meta"] = [502, 504]

@@ -305,6 +305,13 @@ async def test_the_retries_of_the_sdks_clients_are_the_rubrics(kind: str) -> Non
             await closing
 
 
+async def test_an_answer_of_any_length_costs_one_grade_and_no_memory() -> None:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "yes" + 33 * 2**20 * " "}}
+    async with FakeOpenAIServer(faults=Fault(200, body={"choices": [choice]})) as server:
+        rubric = vf.JudgeRubric(judge_base_url=server.url, judge_tries=1, funcs=[judge_yes_no])
+        assert "more than 32 MiB" in await error_of(rubric)
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="judge_base_url='http://x' too; give one"):
         vf.JudgeRubric(judge_client=FakeClient(), judge_base_url="http://x")
@@ -318,7 +325,7 @@ async def test_a_judge_that_is_not_running_is_one_line_with_its_url(caplog: pyte
     caplog.set_level(logging.INFO, logger="verifiers")
     await rubric.score_group([state(answer="a"), state(answer="b"), state(answer="c")])
     (record,) = [record for record in caplog.records if record.name.startswith("verifiers")]
-    assert f"gave no verdict ({url}): APIConnectionError" in record.message
+    assert f"gave no verdict ({url}): could not be reached" in record.message
     assert record.exc_info is None
 
 

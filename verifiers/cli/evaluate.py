@@ -26,7 +26,7 @@ from verifiers.cli.endpoint import (
     sampling_of,
     typed_redactor,
 )
-from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, writing_results
+from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, tell, writing_results
 from verifiers.errors import ConfigError
 from verifiers.interrupt import drained_by_signals
 
@@ -183,7 +183,7 @@ def _evaluate(
     backend, limiter = _open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, rows=dataset, fresh=args.fresh, redact=redact)
-    say = (lambda text: None) if args.json else (lambda text: print(f"vf-eval: {text}", file=sys.stderr))
+    say = (lambda text: None) if args.json else (lambda text: tell(f"vf-eval: {text}"))
     if run.is_complete:
         say("already complete; --fresh runs it again")
     elif run.finished_before:
@@ -276,7 +276,7 @@ def _open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any,
             return getattr(member, "parser", None)
 
         if play_judges(env, args.seed) and not args.json:
-            print("vf-eval: the built-in fake endpoint answers for the judge, too", file=sys.stderr)
+            tell("vf-eval: the built-in fake endpoint answers for the judge, too")
         return FakeEndpoint(iter_requests(dataset, 1, None), parser_of, args.seed), Limiter(limit)
     limiter = limiter_for(
         entry.urls,

@@ -186,7 +186,7 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         return code
     except Error as error:
         own = isinstance(error, ConfigError | CommandFailedError)
-        print(f"{name}: {error}" if own else f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(f"{name}: {error}" if own else f"{name}: {type(error).__name__}: {error}")
         return USAGE if isinstance(error, ConfigError) else FAILED
     except BrokenPipeError:
         # the reader closed the pipe
@@ -194,26 +194,32 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         return FAILED
     except OSError as error:
         if not is_of_writing(error):
-            print(f"{name}: {_NO_PROCESS}", file=sys.stderr)
+            tell(f"{name}: {_NO_PROCESS}")
             return FAILED
         if error.filename is None and error.errno not in _FULL:
             # from the code of an environment: the traceback shows where
             raise
         where = error.filename or ("standard output" if _drop_output() else None)
         told = f"{type(error).__name__}: {error}" if where is None else f"{where}: {error.strerror}"
-        print(f"{name}: {told}", file=sys.stderr)
+        tell(f"{name}: {told}")
         return FAILED
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise
-        print(f"{name}: {_NO_PROCESS}", file=sys.stderr)
+        tell(f"{name}: {_NO_PROCESS}")
         return FAILED
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        tell(f"{name}: interrupted")
         return INTERRUPTED
     except EndedBySignal as ended:
-        print(f"{name}: {ended}", file=sys.stderr)
+        tell(f"{name}: {ended}")
         raise
+
+
+def tell(text: str) -> None:
+    """Print a line on standard error; one that takes no more changes no exit code."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def is_of_writing(error: OSError) -> bool:

@@ -57,13 +57,16 @@ def regrade_run(args: argparse.Namespace) -> int:
     name = args.env or run.metadata.get("env")
     if not name:
         raise ConfigError(f"{args.run!r} does not say which environment it is of; give it with --env.")
-    env_args = run.metadata.get("env_args") or {}
+    env_args, place = run.metadata.get("env_args") or {}, run.metadata.get("env_directory")
+    if not isinstance(name, str) or not isinstance(env_args, dict) or not isinstance(place, str | None):
+        told = f"env={name!r:.40}, env_args={env_args!r:.40}, env_directory={place!r:.40}"
+        raise ConfigError(f"the metadata.json of {args.run!r} has {told}, which name no environment; repair it.")
     if args.env_args is not None:
         env_args = json_object("--env-args", args.env_args)
     redact = Redactor(secrets_of_run("", "", {}, env_args))
     with redact.in_errors(), redact_logs(redact):
         # unless a flag says otherwise, the environment is where it was in the run
-        name = make_importable(name, args.env_dir_path, last=None if args.env else run.metadata.get("env_directory"))
+        name = make_importable(name, args.env_dir_path, last=None if args.env else place)
         env = load_environment(name, **env_args)
 
         async def work() -> Regraded:

@@ -159,7 +159,7 @@ def _info(row: Mapping[str, Any]) -> Info:
         return {}
     try:
         info = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{whose} has an info that is text but not JSON ({error}): {value[:80]!r}.") from error
     if not isinstance(info, Mapping):
         raise ConfigError(

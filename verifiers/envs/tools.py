@@ -205,7 +205,7 @@ def _read_call(call: Any) -> RequestedCall:
     if isinstance(call, str):
         try:
             call = json.loads(call)
-        except ValueError:
+        except (ValueError, RecursionError):
             call = {}
     function = message_field(call, "function") or call
     name, call_id = message_field(function, "name"), message_field(call, "id")

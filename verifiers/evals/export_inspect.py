@@ -47,7 +47,8 @@ def _header(run: StoredRun) -> dict[str, Any]:
     created = _time(metadata.get("started"))
     env, model = str(metadata.get("env") or run.directory.name), str(metadata.get("model") or "none")
     ids = sorted({row["example_id"] for row in run.rows})
-    epochs = max(row["generation"] for row in run.rows) + 1
+    epochs = max(map(_epoch, run.rows))
+    versions = metadata.get("versions")
     results = RolloutResults(run.rows)
     spec = {
         "eval_id": _id(run, "eval"),
@@ -64,7 +65,7 @@ def _header(run: StoredRun) -> dict[str, Any]:
         "model_base_url": metadata.get("base_url"),
         "model_args": {},
         "config": {"epochs": epochs, "epochs_reducer": ["mean"]},
-        "packages": {"verifiers": str((metadata.get("versions") or {}).get("verifiers"))},
+        "packages": {"verifiers": str(versions.get("verifiers") if isinstance(versions, Mapping) else None)},
         "metadata": {"sampling_args": metadata.get("sampling_args") or {}, "seed": metadata.get("seed")},
     }
     failed = sum(row.get("reward") is None for row in run.rows)
@@ -111,7 +112,7 @@ def _sample(run: StoredRun, row: Mapping[str, Any]) -> dict[str, Any]:
     sample: dict[str, Any] = {
         # inspect counts both from 1 in file names and views; ids keep ours
         "id": row["example_id"],
-        "epoch": row["generation"] + 1,
+        "epoch": _epoch(row),
         "input": prompt,
         "target": answer if isinstance(answer, str) else json.dumps(answer, default=str),
         "messages": [*prompt, *completion],
@@ -154,14 +155,23 @@ def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return [_message(message) for message in value or () if isinstance(message, Mapping)]
+    return [_message(message) for message in _list(value) if isinstance(message, Mapping)]
+
+
+def _epoch(row: Mapping[str, Any]) -> int:
+    generation = row.get("generation")
+    return generation + 1 if isinstance(generation, int) else 1
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     found: dict[str, Any] = {"role": role if role in _ROLES else "user", "content": _content(message)}
     if found["role"] == "assistant" and message.get("tool_calls"):
-        found["tool_calls"] = [_tool_call(call) for call in message["tool_calls"] if isinstance(call, Mapping)]
+        found["tool_calls"] = [_tool_call(call) for call in _list(message["tool_calls"]) if isinstance(call, Mapping)]
     if found["role"] == "tool" and message.get("tool_call_id"):
         found["tool_call_id"] = str(message["tool_call_id"])
     return found

@@ -85,7 +85,7 @@ def read_run(directory: str | Path) -> StoredRun:
     last: dict[tuple[Any, Any], dict[str, Any]] = {}
     for row in iter_rows(path):
         last[row.get("example_id"), row.get("generation")] = row
-    rows = [last[key] for key in sorted(last, key=lambda key: (str(type(key[0])), key))]
+    rows = [last[key] for key in sorted(last, key=lambda key: [(str(type(part)), part) for part in key])]
     return StoredRun(path, read_metadata(path), rows)
 
 
@@ -138,7 +138,8 @@ def iter_lines(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _check_row(row: Mapping[str, Any]) -> None:
     """Raise ValueError where a column does not hold what is counted, sorted or added up."""
     for name in _NUMBERS:
-        if row.get(name) is not None and finite(row[name]) is None:
+        number = finite(row.get(name))
+        if row.get(name) is not None and (number is None or (name != "reward" and abs(number) >= 2**62)):
             raise ValueError(f"{name} is {str(row[name])[:40]!r}, which is no number")
     for name in ("example_id", "generation"):
         if not isinstance(row.get(name), (int, str, type(None))):
@@ -336,7 +337,7 @@ def repair_last_line(path: Path) -> None:
             return
         try:
             whole = isinstance(json.loads(incomplete), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             whole = False
         if whole:
             file.seek(end)

@@ -252,10 +252,12 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _check_context(management: Mapping[str, Any]) -> None:
+def _check_context(management: Any) -> None:
     """Refuse edits of the conversation that would change what the policy sees."""
-    for edit in management.get("edits") or ():
-        keeps_all = str(edit.get("type")).startswith("clear_thinking") and edit.get("keep") == "all"
+    edits = management.get("edits") or [] if isinstance(management, dict) else management
+    for edit in edits if isinstance(edits, list) else [edits]:
+        named = edit if isinstance(edit, dict) else {}
+        keeps_all = str(named.get("type")).startswith("clear_thinking") and named.get("keep") == "all"
         if not keeps_all:
             text = (
                 f"context_management: the edit {edit!r:.100} is not supported here; edit the messages that you send."

@@ -68,6 +68,8 @@ class OpenAIWire:
         checked = validated_body(_BODY[self._path], body, **({"messages": []} if self._path == CHAT else {}))
         refuse_unsupported(body, _CARRIED | _READ | SAMPLING_ARGUMENTS, _NEUTRAL)
         arguments = {name: body[name] for name in body.keys() & _CARRIED if body[name] is not None}
+        if not isinstance(arguments.get("chat_template_kwargs", {}), dict):
+            raise RefusedCallError("chat_template_kwargs: give an object.")
         if self._path == CHAT:
             given = body.get("messages")
             if not isinstance(given, list):

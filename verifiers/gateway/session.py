@@ -16,7 +16,7 @@ from typing import Any
 from verifiers.errors import ConfigError, ModelError, OverlongPromptError, ProviderError
 from verifiers.gateway.calls import AgentCall, RefusedCallError
 from verifiers.inference.endpoint import CHAT, TOKENIZE
-from verifiers.inference.wire import plain_data, whole_characters
+from verifiers.inference.wire import UNREADABLE, plain_data, whole_characters
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, refuse_non_text
 
 OVER = "the rollout of this key is over."
@@ -190,10 +190,10 @@ class Session:
         body = {name: call.arguments[name] for name in names if name in call.arguments}
         try:
             counted, _ = await self.client.untrained.call(TOKENIZE, {**body, "model": self.model})
-        except ModelError as error:
+            return int(counted["count"])
+        except (ModelError, *UNREADABLE) as error:
             text = f"the policy's server does not count tokens: {error}"
             raise RefusedCallError(text, status=501, code="not_supported") from error
-        return int(counted["count"])
 
     @property
     def calls(self) -> list[SessionCall]:

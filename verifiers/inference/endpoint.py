@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     import aiohttp
 
 
+# labels of a name, which are not all numbers, or an address of version 4
+_HOST = re.compile(r"(?![\d.]+$)([^\s.%\\]{1,63}\.)*[^\s.%\\]{1,63}\.?|\d+(\.\d+){3}")
+
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+
+
 def check_base_url(url: str) -> None:
     """Raise ConfigError where a base URL is no address that every route can be added to."""
     problem = ""
@@ -38,6 +44,8 @@ def check_base_url(url: str) -> None:
             problem = "has a user or password in it; send that as a key or a header"
         elif parts.netloc.count(":") > 1 and "]" not in parts.netloc:
             problem = "has an IPv6 address without brackets"
+        elif ":" not in parts.hostname and not _HOST.fullmatch(parts.hostname):
+            problem = "has a host that is neither a name nor an address"
         elif parts.port == 0:
             problem = "has port 0"
         elif parts.query or parts.fragment or re.search(r"[\s?#\x00-\x1f]", url):
@@ -85,6 +93,8 @@ DERENDER = "/chat/completions/derender"
 _TOKEN_ROUTES = frozenset({TOKENIZE, GENERATE, DERENDER})
 _SENT_AT_ONCE = 2**20
 _MOST_SYNCHRONOUS_CALLS = 32
+# characters of an error that are looked at
+_LONGEST_ERROR = 2**16
 # a longer answer is parsed in a thread
 _PARSED_AT_ONCE = 2**20
 MAX_ANSWER_MB = 32
@@ -118,6 +128,8 @@ class Endpoint:
                 raise ConfigError(
                     f"the {what} for {self.base_url} has a line break in it, which no request can hold."
                 )
+            if not _HEADER_NAME.fullmatch(name):
+                raise ConfigError(f"the header {name!r} for {self.base_url} has a name that no request can hold.")
 
     @classmethod
     def from_openai(cls, client: Any) -> Endpoint:
@@ -207,14 +219,19 @@ class HttpBackend:
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
         if path in _TOKEN_ROUTES:
             data, field = await self.post(path, arguments), "message" if path == DERENDER else None
-            return data if path == TOKENIZE else read_completion(data, self.base_url + path, field, may_be_empty=True)
+            return data if path == TOKENIZE else self.read(data, path, field, may_be_empty=True)
         body = request_body(arguments)
         if body.get("stream"):
             raise ConfigError(
                 "stream=True was asked of a rollout's client, which records whole answers; leave it out."
             )
         data = await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout"))
-        return WireObject(read_completion(data, self.base_url + path, "message" if path == CHAT else "text"))
+        return WireObject(self.read(data, path, "message" if path == CHAT else "text"))
+
+    def read(self, data: dict[str, Any], path: str, field: str | None, **options: Any) -> dict[str, Any]:
+        """Return an answer as `read_completion` does; errors do not quote key and headers."""
+        with self._redact.in_errors():
+            return read_completion(data, self.base_url + path, field, **options)
 
     async def post(
         self,
@@ -248,7 +265,7 @@ class HttpBackend:
             options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.endpoint.connect_timeout_s)
         try:
             async with session.post(url, data=sent, **options) as response:
-                status = response.status
+                status, self._has_answered = response.status, True
                 content = await read_body(response, self.endpoint.max_answer_mb)
                 retry_after = None if status == 200 else retry_after_s(response.headers)
         except aiohttp.ConnectionTimeoutError as error:
@@ -267,10 +284,9 @@ class HttpBackend:
                 isinstance(error, kind) for kind in (aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError)
             )
             raise RetryableError(text, unreachable=True, broke=not refused, unresolved=unresolved) from error
-        self._has_answered = True
         if status == 200:
             return await _decode(content, url)
-        text = self._redact(content.decode(errors="replace"))
+        text = self._redact(content.decode(errors="replace"))[:_LONGEST_ERROR]
         refusal = status_error(url, status, text, retry_after)
         if status == 404 and re.search(r"/v\d", self.base_url) is None:
             refusal = ProviderError(f"{refusal}; is the base URL {self.base_url}/v1?", status=status, body=text)
@@ -345,7 +361,12 @@ class ClientBackend:
                     # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
                     create = functools.partial(owner.create, **arguments)
                     result = await threads_for("client", _MOST_SYNCHRONOUS_CALLS).run(create)
-                return await result if inspect.isawaitable(result) else result
+                answer = await result if inspect.isawaitable(result) else result
+                if type(answer).__module__.partition(".")[0] == "openai":
+                    # the SDK makes its objects of whatever came
+                    field = "message" if path == CHAT else "text"
+                    read_completion(answer.model_dump(warnings=False), self.base_url, field)
+                return answer
         except (ProviderError, OverlongPromptError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -420,7 +441,8 @@ async def read_body(response: aiohttp.ClientResponse, max_mb: float) -> bytes:
         left -= len(piece)
         if left < 0:
             raise RetryableError(
-                f"{response.url} answered with more than {max_mb:g} MiB; raise the endpoint's max_answer_mb for such"
+                f"{response.url} answered with more than {max_mb:g} MiB, which is all that is read; an endpoint's "
+                "max_answer_mb sets that"
             )
         if pieces:
             # unpacked pieces follow one another without a wait

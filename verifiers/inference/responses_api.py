@@ -12,7 +12,7 @@ from typing import Any
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import CHAT, HttpBackend
 from verifiers.inference.retry import RetryableError
-from verifiers.inference.wire import WireObject, read_completion, request_body
+from verifiers.inference.wire import WireObject, request_body
 from verifiers.types import content_text
 
 RESPONSES = "/responses"
@@ -38,7 +38,7 @@ class ResponsesBackend(HttpBackend):
             raise ConfigError("the Responses API has no text completions; use message_type='chat', or api = 'chat'.")
         body = responses_body(request_body(arguments))
         data = await self.post(RESPONSES, body, arguments.get("extra_headers"), arguments.get("timeout"))
-        return WireObject(read_completion(data, self.base_url + RESPONSES, "message", convert=chat_completion))
+        return WireObject(self.read(data, RESPONSES, "message", convert=chat_completion))
 
 
 def responses_body(chat: Mapping[str, Any]) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def _server_message(text: str) -> str:
         inner = error.get("error", error) if isinstance(error, dict) else error
         message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
         return str(message or text)[:500]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return text[:500] or "(empty body)"
 
 
@@ -319,7 +319,7 @@ def _said(text: str) -> str:
         return text
     try:
         error: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     inner = error.get("error", error)
     if not isinstance(inner, dict):

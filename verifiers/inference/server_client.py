@@ -104,7 +104,7 @@ class ServerClient:
             raise RefusedError(text, status)
         try:
             return json.loads(content) if content else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return content.decode(errors="replace")
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
@@ -153,10 +153,10 @@ class ServerClient:
     async def model_name(self) -> str:
         """Return the first model that the server lists."""
         answer = await self.ask("GET", "/v1/models")
-        models = (answer.get("data") if isinstance(answer, dict) else None) or []
-        if not models:
-            raise WeightSyncError(f"{self.root}/v1/models lists no model.")
-        return str(models[0]["id"])
+        try:
+            return str(answer["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise WeightSyncError(f"{self.root}/v1/models lists no model: {answer!r:.200}") from error
 
 
 def log_retry(error: Exception) -> None:

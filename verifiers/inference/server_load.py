@@ -13,7 +13,7 @@ _GAUGES = {
     "vf_sequences_waiting": "waiting",
     "vf_slots_used": "cache_use",
 }
-_LINE = re.compile(rf"^({'|'.join(_GAUGES)})(?:{{.*}})? (\S+)", re.MULTILINE)
+_LINE = re.compile(rf"^({'|'.join(_GAUGES)})(?:{{.*}})? (\d+(?:\.\d+)?(?:e[+-]?\d\d?)?)(?!\S)", re.MULTILINE)
 
 
 @dataclass(slots=True)

@@ -433,7 +433,8 @@ _LARGEST = 2**31
 _SPAN = ("version", "start", "end")
 # what a message may hold instead of content
 _OTHER_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "audio")
-_UNREADABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
+UNREADABLE = (AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
+"""What code raises that reads an answer which is not as it should be."""
 
 Converts = Callable[[dict[str, Any], str], dict[str, Any]]
 
@@ -472,7 +473,7 @@ def read_completion(
                 _mend_message(choice["message"])
         answer["usage"] = _counted_tokens(answer) or None
         is_empty = not may_be_empty and field != "text" and _is_empty(choices[0], answer["usage"] or {})
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         text = f"{url} answered with what is no completion ({error!r:.200}): {reprlib.repr(data)}"
         raise RetryableError(text) from error
     if is_empty:

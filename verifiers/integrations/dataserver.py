@@ -8,12 +8,14 @@ By name it is `verifiers.integrations.dataserver`: `vf-eval verifiers.integratio
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,9 @@ from verifiers.data.curriculum import Curriculum, staged_curriculum_from
 from verifiers.data.row_source import PlannedBlock, StagedRows
 from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, Error, GradingError, InfraError, ProviderError
-from verifiers.inference.endpoint import proxy_for
+from verifiers.inference.endpoint import proxy_for, read_body
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry, status_may_pass
+from verifiers.inference.wire import UNREADABLE
 from verifiers.loop_thread import run_blocking
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rubrics.rubric import Rubric
@@ -35,6 +38,8 @@ logger = logging.getLogger("verifiers.envs")
 MAX_ATTEMPTS = 4
 _BACKOFF_S = 2.0
 _QUOTED_BYTES = 300
+# a page has 512 rows
+_MOST_ANSWER_MB = 512.0
 # time of a grading request beyond that of the server's graders
 _GRADE_MARGIN_S = 10.0
 
@@ -82,32 +87,43 @@ class Dataserver:
 
     def meta(self) -> ServerMeta:
         data = self.request("/v2/meta")
-        try:
+        with self._reading("/v2/meta"):
             stages = {name: data[name] for name in ("stages", "seed", "replacement")}
             sizes = {dataset["id"]: int(dataset["rows"]) for dataset in data["datasets"]}
             own = {name: data[name] for name in ("max_body_bytes", "grade_timeout_s") if data.get(name) is not None}
             limits, total_steps = RequestLimits(int(data["max_batch"]), **own), data["total_steps"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InfraError(
-                f"the answer of {self.url} to /v2/meta is not a dataserver's ({type(error).__name__}: {error})."
-            ) from error
         return ServerMeta(staged_curriculum_from(stages), sizes, total_steps, limits)
 
     def rows(self, dataset: str, page: int) -> Iterable[dict[str, Any]]:
         offset, total = 0, 1
         while offset < total:
             answer = self.request("/v2/rows", {"dataset": dataset, "offset": offset, "limit": page})
-            yield from answer["samples"]
-            offset, total = offset + page, answer["total"]
+            with self._reading("/v2/rows"):
+                found, total = list(answer["samples"]), int(answer["total"])
+                if not found and offset < total:
+                    raise ValueError(f"no rows from {offset} on, of {total}")
+            yield from found
+            offset += page
 
     def samples(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Fetch the samples of a block or a part of it. Raises InfraError where another number of them came."""
-        found: list[dict[str, Any]] = self.request("/v2/sample", body)["samples"]
+        answer = self.request("/v2/sample", body)
+        with self._reading("/v2/sample"):
+            found: list[dict[str, Any]] = list(answer["samples"])
         if len(found) != body["batch_size"]:
             raise InfraError(
                 f"the dataserver at {self.url} was asked for {body['batch_size']} samples and gave {len(found)}."
             )
         return found
+
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except UNREADABLE as error:
+            raise InfraError(
+                f"the answer of {self.url} to {path} is not a dataserver's ({type(error).__name__}: {error})."
+            ) from error
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """GET a route, or POST a body to it; returns its JSON.
@@ -140,12 +156,12 @@ class Dataserver:
             async with session.request("GET" if data is None else "POST", self.url + path, **options) as response:
                 if 300 <= response.status < 400:
                     raise self._redirected(path, response.status, response.headers.get("Location"))
-                status, content = response.status, await response.read()
+                status, content = response.status, await read_body(response, _MOST_ANSWER_MB)
         except TimeoutError as error:
             raise RetryableError(f"{path}: no answer within {session.timeout.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise RetryableError(f"{path}: {error or type(error).__name__}") from error
-        return self._read(path, status, content)
+        return await asyncio.to_thread(self._read, path, status, content)
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -162,7 +178,7 @@ class Dataserver:
         if status == 200:
             try:
                 return json.loads(content)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RetryableError(f"{path} answered with invalid JSON: {content[:_QUOTED_BYTES]!r}") from error
         said = _message(content)
         if status_may_pass(status):
@@ -319,7 +335,7 @@ def rank_of_process() -> int:
 def _message(content: bytes) -> str:
     try:
         return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return content[:_QUOTED_BYTES].decode(errors="replace")
 
 

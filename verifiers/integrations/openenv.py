@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.envs.lifecycle import cleanup, maybe_await, stop
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, InfraError, ToolParseError
+from verifiers.inference.endpoint import MAX_ANSWER_MB, read_body
 from verifiers.types import ChatMessage, Messages, State, message_field
 
 if TYPE_CHECKING:
@@ -239,8 +240,8 @@ async def action_schema_of(base_url: str, headers: Mapping[str, str], timeout_s:
     async def get(path: str) -> tuple[int, Any]:
         async with http.get(base_url + path) as response:
             try:
-                return response.status, json.loads(await response.read())
-            except ValueError:
+                return response.status, json.loads(await read_body(response, MAX_ANSWER_MB))
+            except (ValueError, RecursionError):
                 return response.status, None
 
     try:

@@ -331,7 +331,7 @@ def newest_metrics(directory: Path) -> dict[str, Any]:
         lines = file.read().decode("utf-8", "replace").splitlines()
     newest: dict[str, Any] = {}
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             newest.update(json.loads(line))
     return newest
 

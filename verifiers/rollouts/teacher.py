@@ -20,6 +20,7 @@ from verifiers.inference.endpoint import COMPLETIONS, TOKENIZE, Endpoint, HttpBa
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.inference.server_client import ServerClient
+from verifiers.inference.wire import UNREADABLE
 from verifiers.rollouts.rollout import Rollout, TokenSequence
 from verifiers.types import Failure, Outcome
 
@@ -93,7 +94,7 @@ class Teacher:
             data = await self._backend.post(COMPLETIONS, body)
             try:
                 return _log_probs(data["choices"][0]["prompt_logprobs"], ids, self._top_k)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            except UNREADABLE as error:
                 raise RetryableError(
                     f"{self._backend.base_url}{COMPLETIONS} gave no usable prompt_logprobs: {error}"
                 ) from error
@@ -110,8 +111,7 @@ class Teacher:
         """
         url = self._backend.base_url
         if self._model is None:
-            listed = await ServerClient(url, self._backend.api_key).request("GET", "/v1/models")
-            self._model = str(listed["data"][0]["id"])
+            self._model = await ServerClient(url, self._backend.api_key).model_name()
         size = len(tokenizer)
         try:
             await self._ask([0, 0])

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, GradingError, ModelError
-from verifiers.inference.endpoint import CHAT, ClientBackend
+from verifiers.inference.endpoint import CHAT, Backend, ClientBackend, Endpoint, HttpBackend
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
@@ -331,7 +331,14 @@ class JudgeRubric(Rubric):
         deadline = asyncio.timeout(self.judge_timeout_s)
         try:
             async with deadline:
-                return await retry(functools.partial(_answered_text, ClientBackend(client), arguments), policy)
+                backend: Backend = ClientBackend(client)
+                if isinstance(client, LazyOpenAI):
+                    # the SDK reads answers of any size
+                    backend = HttpBackend(Endpoint.from_openai(await client.client()))
+                try:
+                    return await retry(functools.partial(_answered_text, backend, arguments), policy)
+                finally:
+                    await backend.close()
         except ConfigError:
             raise
         except Exception as error:
@@ -340,7 +347,7 @@ class JudgeRubric(Rubric):
 
     def _problem(self, error: Exception) -> str:
         url, key = getattr(self.judge_client, "base_url", None), getattr(self.judge_client, "api_key", None)
-        text = str(error).removeprefix(f"{url}: ")
+        text = str(error).removeprefix(str(url)).lstrip(": ")
         if not isinstance(error, ModelError):
             text = f"{type(error).__name__}: {text}"
         # servers quote the key that they refuse
@@ -367,7 +374,7 @@ class JudgeRubric(Rubric):
             ) from error
 
 
-async def _answered_text(backend: ClientBackend, arguments: Mapping[str, Any]) -> str:
+async def _answered_text(backend: Backend, arguments: Mapping[str, Any]) -> str:
     choices = message_field(await backend.call(CHAT, arguments), "choices")
     if not choices:
         raise RetryableError("it answered without a choice", empty=True)

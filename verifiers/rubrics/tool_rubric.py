@@ -60,7 +60,7 @@ def _called_name(call: Any) -> str:
     if isinstance(call, str):
         try:
             call = json.loads(call)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ""
     function = message_field(call, "function") or call
     return str(message_field(function, "name") or "") if not isinstance(function, (str, list)) else ""

@@ -49,7 +49,7 @@ class Frames:
                 return
             try:
                 message = json.loads(self._buffer[_LENGTH.size : end])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise FrameError(f"a message that is not JSON: {error}") from None
             del self._buffer[:end]
             yield message, [self._fds.popleft() for _ in range(message.get("fds", 0))]

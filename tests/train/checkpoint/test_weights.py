@@ -84,9 +84,16 @@ def make_adapter(kind: str, seed: int, **options: Any) -> Any:
     return model
 
 
-def weights_of(model: Any) -> CheckpointWeights:
+def weights_of(model: Any, *, in_shards: bool = False) -> CheckpointWeights:
     ranks = Ranks(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True))
-    return CheckpointWeights(ranks, model, in_shards=False)
+    return CheckpointWeights(ranks, model, in_shards=in_shards)
+
+
+def test_a_checkpoint_that_was_not_sharded_is_refused_by_a_sharded_run(tmp_path: Path) -> None:
+    model = hf.AutoModelForCausalLM.from_config(FAMILIES["Qwen3"]())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="written without FSDP"):
+        weights_of(model, in_shards=True).load(str(tmp_path), lambda: pytest.fail("it was loaded"))
 
 
 def save(model: Any, directory: Path, **options: Any) -> Path:

@@ -208,6 +208,13 @@ async def test_a_server_that_lacks_the_routes_is_told_its_age(
         assert await old_server(ServerClient(other.url)) is None
 
 
+@pytest.mark.parametrize("body", ["[1]", '{"data": [3]}', '{"data": [{"max_model_len": "long"}]}'])
+async def test_descriptions_that_cannot_be_read_are_one_sentence(body: str) -> None:
+    answer = Fault(200, body=body)
+    with FakeOpenAIServer(route_faults={"/v1/models": answer}) as s, pytest.raises(WeightSyncError, match="be read"):
+        await read_capabilities(ServerClient(s.url))
+
+
 async def test_a_server_of_another_kind_is_read_as_far_as_it_goes() -> None:
     with FakeOpenAIServer("x") as server:
         control = ServerClient(server.url)

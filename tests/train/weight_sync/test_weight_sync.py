@@ -268,17 +268,23 @@ def test_a_value_that_is_not_finite_is_found_and_large_ones_are_not_taken_for_it
         require_finite(tensors, "saved")
 
 
+def sampled(token_id: int, logprob: float) -> Fault:
+    """Return an answer with one token."""
+    choice = {"index": 0, "text": "a", "token_ids": [token_id], "logprobs": {"token_logprobs": [logprob]}}
+    return Fault(200, body=json.dumps({"choices": [choice], "prompt_token_ids": [1]}))
+
+
 @pytest.mark.parametrize(
     "fault",
-    [Fault(500), Fault(429), Fault.hang(), Fault(200, body='{"choices": [{"logprobs": {"token_logprobs": [NaN]}}]}')],
-    ids=["500", "429", "hang", "nan"],
+    [Fault(500), Fault(429), Fault.hang(), sampled(1, float("nan")), sampled(500, -1.0), sampled(-1, -1.0)],
+    ids=["500", "429", "hang", "nan", "beyond the vocabulary", "negative"],
 )
 def test_the_probe_is_asked_again_after_an_answer_that_may_pass(fault: Fault) -> None:
     with FakeOpenAIServer("abc", faults=[fault, None]) as server:
-        ask = ask_server(
-            ServerClient(server.url), "fake", "hello", temperature=1.0, version=0, timeout_s=20, try_s=0.5
-        )
-        assert asyncio.run(ask)["choices"][0]["token_ids"]
+        client = ServerClient(server.url)
+        deadlines = {"timeout_s": 20, "try_s": 0.5}
+        ask = ask_server(client, "fake", "hello", temperature=1.0, version=0, vocab_size=128, **deadlines)
+        assert asyncio.run(ask)["choices"][0]["token_ids"] not in ([500], [-1])
 
 
 def test_a_probe_that_never_gets_an_answer_ends_in_time_with_its_cause() -> None:

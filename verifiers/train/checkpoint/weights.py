@@ -65,6 +65,11 @@ class CheckpointWeights:
         """
         path, model = Path(checkpoint), self._model
         by_name = self._in_shards or hasattr(model, "peft_config")
+        if self._in_shards and path.is_dir() and not [*path.glob("pytorch_model_fsdp*"), *path.glob("global_step*")]:
+            raise CheckpointError(
+                f"{checkpoint} was written without FSDP and DeepSpeed, whose files it lacks; resume with the "
+                f"launcher's settings that wrote it, or {START_NEW}."
+            )
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         try:
             # transformers warns of a best checkpoint that is gone, and refuses one of FSDP

@@ -13,6 +13,7 @@ from typing import Any
 
 from verifiers.errors import WeightSyncError
 from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.inference.wire import UNREADABLE
 
 OLDEST_VLLM = (0, 28)
 """The first minor of vLLM that can be trained against; `vf-vllm` knows the same."""
@@ -51,8 +52,15 @@ async def read_capabilities(server: ServerClient) -> Capabilities:
     """Ask a server that is up.
 
     Raises:
-        WeightSyncError: it does not answer.
+        WeightSyncError: it does not answer, or describes itself as no server does.
     """
+    try:
+        return await _described(server)
+    except UNREADABLE as error:
+        raise WeightSyncError(f"the descriptions of {server.root} cannot be read: {error!r:.200}") from error
+
+
+async def _described(server: ServerClient) -> Capabilities:
     models = (await _asked(server, "GET", "/v1/models") or {}).get("data") or []
     names = tuple(str(model.get("id")) for model in models)
     lengths = [model["max_model_len"] for model in models if model.get("max_model_len")]

@@ -18,7 +18,7 @@ from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
 from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
 from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded, require_finite
-from verifiers.train.weight_sync.verification import LogprobCheck
+from verifiers.train.weight_sync.verification import LogprobCheck, vocab_size_of
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
@@ -121,7 +121,7 @@ class WeightPublisher:
     @property
     def vocab_size(self) -> int | None:
         """Number of token ids that the trained model has, where its config says so."""
-        return getattr(self._weights.model.config.get_text_config(), "vocab_size", None)
+        return vocab_size_of(self._weights.model)
 
     # -- before the first push ------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ async def ask_server(
     *,
     temperature: float,
     version: int,
+    vocab_size: int | None = None,
     timeout_s: float | None = None,
     try_s: float = math.inf,
 ) -> dict[str, Any]:
@@ -76,7 +77,7 @@ async def ask_server(
         one_s, try_s = min(try_s, limit_s / 3), 2 * try_s
         asked = await server.request("POST", path, body, timeout_s=one_s)
         answer = read_completion(asked, server.root, "message" if chat else "text")
-        check_tokens(answer, server.root, needed=False, vocab_size=None, has_prompt=True)
+        check_tokens(answer, server.root, needed=False, vocab_size=vocab_size, has_prompt=True)
         return answer
 
     deadline = time.monotonic() + limit_s
@@ -127,7 +128,7 @@ class LogprobCheck:
     """A comparison of the servers' log-probs of a few sampled tokens with the trainer's own; on rank 0.
 
     Args:
-        question: gives what servers are asked: `model`, `prompt` and `temperature` of `ask_server`.
+        question: gives what servers are asked: `model`, `prompt`, `temperature`, `vocab_size` of `ask_server`.
         score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
         tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.25 in half precision when None.
         trains_in: the numbers that the trainer computes in, such as "bfloat16".
@@ -169,7 +170,8 @@ class LogprobCheck:
 
         def question() -> dict[str, Any]:
             prompt = row_fields(rows[0])[0]
-            return {"model": str(args.server_model), "prompt": prompt, "temperature": args.temperature}
+            asked = {"model": str(args.server_model), "prompt": prompt, "temperature": args.temperature}
+            return {**asked, "vocab_size": vocab_size_of(policy)}
 
         kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in policy.parameters()}
         kinds |= {name for name, on in (("bfloat16", args.bf16), ("float16", args.fp16)) if on}
@@ -256,6 +258,11 @@ class LogprobCheck:
         tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
         result = compare_answer(server, answer, self._score, version=version, tolerance=tolerance, types=types)
         self._on_result(result)
+
+
+def vocab_size_of(model: Any) -> int | None:
+    """Return the number of token ids that a model has, where its config says so."""
+    return getattr(model.config.get_text_config(), "vocab_size", None)
 
 
 async def _patient_answer(

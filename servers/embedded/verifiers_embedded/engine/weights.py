@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,18 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise WeightsError(f"weights_path {str(directory)!r} is not a directory on the server's machine")
+    # pathlib raises for a name that is too long
+    if not os.path.isdir(directory):
+        raise WeightsError(f"weights_path {str(directory)!r:.300} is not a directory on the server's machine")
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         return [single]
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return [directory / shard for shard in shards]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(f"cannot read the index {index}: {error!r}; write it again") from error
-        return [directory / shard for shard in shards]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise WeightsError(f"{str(directory)!r} holds no *.safetensors file; save the model there first")

@@ -141,6 +141,14 @@ async def test_a_damaged_or_absent_file_is_refused(start: Any, tmp_path: Path, o
     assert (await server.chat())["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.parametrize("index", ["[1]", '{"weight_map": {"a": 3}}', "[" * 100_000])
+async def test_a_damaged_index_or_a_name_that_is_too_long_is_refused(start: Any, tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    server = await start()
+    assert (await server.push(tmp_path))[0] == 400
+    assert (await server.push(tmp_path / ("a" * 5000)))[0] == 400
+
+
 async def test_tied_embeddings_may_leave_out_the_head_and_both_change(
     start: Any, tied_dir: Path, reference: Any, save: Any, build: Any, tmp_path: Path
 ) -> None:
