@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import subprocess
@@ -114,6 +115,7 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
         _check=SimpleNamespace(forget=closes("check")), sync=SimpleNamespace(close=closes("weights")), _pool=None
     )
     session = SimpleNamespace(generator=SimpleNamespace(close=closes("generator")), prefetcher=None)
+    session._tracing = contextlib.ExitStack()
     session._publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
     evaluator = SimpleNamespace(stored=SimpleNamespace(own=set()))
     parts: Any = {
