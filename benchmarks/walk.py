@@ -8,7 +8,7 @@ entry whose file is another than that of the entry before it.
 
 The rollout: a single turn with one reward and token ids, from `run_groups` to its score, on a plain endpoint and
 after seven others: nothing is loaded or prepared in it, and its reward function, known to be quick, is called on the
-event loop.
+event loop. The shortest of three counts, as an answer may come in two pieces on a busy machine.
 
 The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one prompt of two rollouts.
 
@@ -44,7 +44,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import verifiers as vf
 
 ROOT = f"{Path(vf.__file__).parent}{os.sep}"
-PLAYED_BEFORE = 7
+PLAYED_BEFORE, WALKED = 7, 3
 ANSWER = "The answer is 42."
 QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]
 
@@ -94,13 +94,17 @@ async def walk_rollout(walk: Walk, url: str) -> None:
     backend = HttpBackend(Endpoint(url))
     token_in = token_in_for("auto", backend, "fake", require_tokens=True)
     runner = Run(load_environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
-    for number in range(PLAYED_BEFORE + 1):
+    walked = []
+    for number in range(PLAYED_BEFORE + WALKED):
         request = RolloutRequest(RolloutKey(0, number, 0), QUESTION, ANSWER, seed=number + 1)
-        if number == PLAYED_BEFORE:
+        if number >= PLAYED_BEFORE:
             walk.start()
         (group,) = await runner.run_groups([[request]])
         walk.stop()
-    assert group.rollouts[0].reward == 1.0
+        assert group.rollouts[0].reward == 1.0
+        walked.append(walk.entries)
+        walk.entries = []
+    walk.entries = min(walked[PLAYED_BEFORE:], key=len)
     await backend.close()
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import marshal
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -19,7 +20,10 @@ from typing import Any
 CLOSE_S = 5.0
 """Seconds that the end of a run waits for a collector."""
 
-_WRITE_EVERY_S, _SENT_TOGETHER, _MOST_WAITING = 0.5, 256, 50_000
+LOADING_S = 30.0
+"""Seconds that it waits for the process to load."""
+
+_WRITE_EVERY_S, _SENT_TOGETHER = 0.5, 256
 
 
 class SpanExporter:
@@ -29,9 +33,9 @@ class SpanExporter:
         ended: spans as `main` reads them: name, trace, span and parent (0 for none), begin and end, attributes.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, most_waiting: int) -> None:
         self._url, self._ends = url, threading.Event()
-        self.ended: deque[Any] = deque(maxlen=_MOST_WAITING)
+        self.ended: deque[Any] = deque(maxlen=most_waiting)
         pipe = subprocess.PIPE
         # Ctrl-C is for the run alone
         self._process = subprocess.Popen(
@@ -60,14 +64,18 @@ class SpanExporter:
         self._ends.set()
         with self._process as process:
             assert process.stdout is not None
-            # a line comes when the process is loaded
-            process.stdout.readline()
             try:
+                # a line comes when the process is loaded
+                select.select([process.stdout], [], [], LOADING_S)
                 process.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
-                logging.getLogger(__name__).warning("no answer of %s; spans may be missing there", self._url)
+                pass
+            finally:
+                # also after Ctrl-C; nothing happens to one that has ended
                 process.kill()
-            self._thread.join()
+                self._thread.join()
+        if process.returncode:
+            logging.getLogger(__name__).warning("no answer of %s; spans may be missing there", self._url)
 
 
 def main(url: str) -> None:
@@ -78,7 +86,9 @@ def main(url: str) -> None:
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-    logging.basicConfig(format=f"verifiers: spans may be missing at {url}, and the run goes on: %(message)s")
+    logging.basicConfig(
+        format=f"verifiers: spans may be missing at {url.replace('%', '%%')}, and the run goes on: %(message)s"
+    )
     first = iter([True])
     logging.root.handlers[0].addFilter(lambda _: next(first, False))
     # what is traced comes first
@@ -105,7 +115,10 @@ def main(url: str) -> None:
     print(flush=True)
     with contextlib.suppress(EOFError):
         while spans := marshal.load(sys.stdin.buffer):
-            exporter.export([read(*span) for span in spans])
+            try:
+                exporter.export([read(*span) for span in spans])
+            except Exception as error:
+                logging.error("%s: %s", type(error).__name__, error)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,10 @@ class _Tracer:
     is_worker: bool = False
 
 
-_tracer = _Tracer(deque(maxlen=0), has_content=False)
+_NONE = _Tracer(deque(maxlen=0), has_content=False)
+_MOST_WAITING, _MOST_WITH_CONTENT = 50_000, 5_000
+
+_tracer = _NONE
 _wrappers: list[tuple[Any, str, Wrapper]] = []
 # environments seed the module's own
 _random = random.Random()
@@ -98,7 +101,8 @@ class _Span:
             self.attributes["error.type"] = type(result).__name__
             self.add_content("exception.message", str(result))
         elif isinstance(result, int | float):
-            self.attributes["gen_ai.evaluation.score.value"] = float(result)
+            with contextlib.suppress(OverflowError):
+                self.attributes["gen_ai.evaluation.score.value"] = float(result)
         return result
 
     def add_content(self, name: str, said: Any) -> None:
@@ -229,7 +233,8 @@ def _note_answer(span: _Span, answer: Mapping[str, Any]) -> None:
     }
     if _tracer.has_content:
         span.add_content(
-            "gen_ai.output.messages", [choice.get("message") or choice.get("text") for choice in choices]
+            "gen_ai.output.messages",
+            [choice.get("message") or {"role": "assistant", "content": choice.get("text")} for choice in choices],
         )
 
 
@@ -246,7 +251,7 @@ async def _tool_call(original: Wrapper, env: Any, call: Any, *args: Any) -> Any:
     with _Span(f"execute_tool {call.name}", known) as span:
         span.add_content("gen_ai.tool.call.arguments", call.arguments)
         reply = await original(env, call, *args)
-        span.add_content("gen_ai.tool.call.result", reply["content"])
+        span.add_content("gen_ai.tool.call.result", reply.get("content"))
         return reply
 
 
@@ -279,10 +284,16 @@ def _evaluation(original: Wrapper, call: Any, values: Mapping[str, Any]) -> Any:
 
 @_wraps(Connection, "send")
 def _send(original: Wrapper, connection: Any, message: Mapping[str, Any]) -> None:
-    told = {**message, "traceparent": _traceparent()}
+    told, spans = {**message, "traceparent": _traceparent()}, list[Any]()
     if _tracer.is_worker:
-        told["spans"] = json.dumps([_tracer.ended.popleft() for _ in range(len(_tracer.ended))], default=str)
-    original(connection, told)
+        spans = [_tracer.ended.popleft() for _ in range(len(_tracer.ended))]
+        told["spans"] = json.dumps(spans, default=str)
+    try:
+        original(connection, told)
+    except Exception:
+        # a message that is refused is sent again, in other words
+        _tracer.ended.extendleft(reversed(spans))
+        raise
 
 
 @_wraps(WorkerLink, "_take")
@@ -339,10 +350,11 @@ def _wrap_all() -> contextlib.ExitStack:
 
 def check(settings: Any) -> None:
     """Raise ConfigError where `trace` and `trace_share` of a run cannot be met."""
-    if not settings.trace.startswith(("http://", "https://")):
+    if not str(settings.trace).startswith(("http://", "https://")):
         raise ConfigError(f"trace is {settings.trace!r}; give a collector's address, such as http://127.0.0.1:4318.")
-    if not 0 < settings.trace_share <= 1:
-        raise ConfigError(f"trace_share is {settings.trace_share:g}; give a share above 0 and at most 1.")
+    share = settings.trace_share
+    if isinstance(share, str) or not 0 < share <= 1:
+        raise ConfigError(f"trace_share is {share!r}; give a share above 0 and at most 1.")
     try:
         importlib.metadata.version("opentelemetry-exporter-otlp-proto-http")
     except importlib.metadata.PackageNotFoundError:
@@ -358,9 +370,17 @@ def start(settings: Any, run: str) -> Callable[[], None]:
     """
     global _tracer
     check(settings)
-    exporter = SpanExporter(settings.trace)
+    if _tracer.ended.maxlen:
+        raise ConfigError(f"the run {_tracer.run!r} is traced in this process; close it before another is.")
+    exporter = SpanExporter(settings.trace, _MOST_WITH_CONTENT if settings.trace_content else _MOST_WAITING)
     _tracer = _Tracer(exporter.ended, settings.trace_content, settings.trace_share, run)
     end = contextlib.ExitStack()
+    end.callback(_trace_nothing)
     end.callback(exporter.close)
     end.callback(_wrap_all().close)
     return end.close
+
+
+def _trace_nothing() -> None:
+    global _tracer
+    _tracer = _NONE

@@ -203,6 +203,8 @@ def test_a_block_of_training_holds_its_groups(traced: Callable[[], None], collec
     with FakeOpenAIServer("3") as server, AsyncBatchGenerator(env, server.url, "fake") as generator:
         generator.submit_batch(BatchRequest(4, requests, policy_version=7))
         generator.get_batch(4)
+        with pytest.raises(ConfigError, match="the run 'a run' is traced in this process"):
+            tracing.start(argparse.Namespace(trace=collector.url, trace_share=1.0, trace_content=False), "another")
     traced()
     rollout = ("rollout", [("turn", [("chat fake", [])])])
     assert collector.tree() == [("block", [("group", [rollout, rollout])] * 2)]

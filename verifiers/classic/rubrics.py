@@ -348,6 +348,7 @@ def reward_call(self: Rubric, func: RewardFunc) -> RewardCall:
         row = {"prompt": prompt, "completion": completion, "answer": answer, "state": state, "task": task}
         return await self.call_reward_func(func, **row, info=info)
 
+    through_override.__name__ = reward_name(func)
     return RewardCall(through_override)
 
 

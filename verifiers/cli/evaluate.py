@@ -130,6 +130,10 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.rollouts_per_example < 1:
         raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 1 or more.")
     check_timeouts(args, "attempt", "rollout", "grading")
+    if args.trace is not None:
+        from verifiers import tracing
+
+        tracing.check(args)
     if args.verbose:
         setup_logging("DEBUG")
     with typed_redactor(args).in_errors():

@@ -152,7 +152,7 @@ def requested_calls(message: ChatMessage) -> list[RequestedCall]:
     Calls may be dicts, JSON text of dicts, or objects, with or without OpenAI's `function` level. Where an id is
     missing or repeated, a new one is written into the message too, so that answers can refer to it.
     """
-    calls = [_read_call(call) for call in message.get("tool_calls") or ()]
+    calls = [read_call(call) for call in message.get("tool_calls") or ()]
     given = {call.id for call in calls}
     unique: dict[str, RequestedCall] = {}
     for number, call in enumerate(calls):
@@ -201,7 +201,8 @@ def _is_part(item: Any) -> bool:
     return isinstance(kind, str) and isinstance(item.get(kind), _PARTS.get(kind, ()))
 
 
-def _read_call(call: Any) -> RequestedCall:
+def read_call(call: Any) -> RequestedCall:
+    """Return a call that is OpenAI's object, its dict, or the JSON text of one."""
     if isinstance(call, str):
         try:
             call = json.loads(call)

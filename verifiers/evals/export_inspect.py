@@ -46,7 +46,7 @@ def _header(run: StoredRun) -> dict[str, Any]:
     metadata = run.metadata
     created = _time(metadata.get("started"))
     env, model = str(metadata.get("env") or run.directory.name), str(metadata.get("model") or "none")
-    ids = sorted({row["example_id"] for row in run.rows})
+    ids = list(dict.fromkeys(row["example_id"] for row in run.rows))
     epochs = max(map(_epoch, run.rows))
     versions = metadata.get("versions")
     results = RolloutResults(run.rows)

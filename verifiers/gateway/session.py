@@ -189,7 +189,8 @@ class Session:
         names = ("messages", "tools", "chat_template_kwargs")
         body = {name: call.arguments[name] for name in names if name in call.arguments}
         try:
-            counted, _ = await self.client.untrained.call(TOKENIZE, {**body, "model": self.model})
+            work = self.client.untrained.call(TOKENIZE, {**body, "model": self.model})
+            counted, _ = await asyncio.create_task(work, context=self.context.copy())
             return int(counted["count"])
         except (ModelError, *UNREADABLE) as error:
             text = f"the policy's server does not count tokens: {error}"

@@ -362,7 +362,7 @@ class ClientBackend:
                     create = functools.partial(owner.create, **arguments)
                     result = await threads_for("client", _MOST_SYNCHRONOUS_CALLS).run(create)
                 answer = await result if inspect.isawaitable(result) else result
-                if type(answer).__module__.partition(".")[0] == "openai":
+                if type(answer).__module__.startswith("openai.types."):
                     # the SDK makes its objects of whatever came
                     field = "message" if path == CHAT else "text"
                     read_completion(answer.model_dump(warnings=False), self.base_url, field)

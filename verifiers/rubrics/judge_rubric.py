@@ -332,7 +332,7 @@ class JudgeRubric(Rubric):
         try:
             async with deadline:
                 backend: Backend = ClientBackend(client)
-                if isinstance(client, LazyOpenAI):
+                if isinstance(client, LazyOpenAI) and not given.get("extra_query"):
                     # the SDK reads answers of any size
                     backend = HttpBackend(Endpoint.from_openai(await client.client()))
                 try:

@@ -171,7 +171,7 @@ def test_a_block_without_a_score_has_no_mean_reward() -> None:
 
 def test_the_table_of_completions_takes_what_models_write() -> None:
     functions = [{"name": "find", "arguments": '{"text": '}, {"name": "add", "arguments": None}]
-    calls = [{"function": function} for function in functions]
+    calls = [*({"function": function} for function in functions), '{"name": "as_text"}', {"function": None}]
     parts = [{"type": "text", "text": "half \ud83d"}]
     first, second, third = (rollout(0, number, float(number)) for number in range(3))
     first.completion = [{"role": "assistant", "content": None, "tool_calls": calls}]
@@ -182,7 +182,7 @@ def test_the_table_of_completions_takes_what_models_write() -> None:
     block = block_of([[first, second, third]])
     fill_completions_table(columns, block, TrainingBlock(0, [], {first.key: [0.5, 1.5]}, []))
     told = [messages[-1]["content"] for messages in columns["completion"]]
-    assert told == ['find({"text": )\nadd(None)', "half \ufffd", "c"]
+    assert told == ['find({"text": )\nadd(None)\nas_text(None)\n(None)', "half \ufffd", "c"]
     assert list(columns["advantages"]) == [1.0, 0.0, 0.0]
     assert list(columns["rewards"]) == ["one", "two", "none"]
     assert [str(value) for value in columns["rewards"]["one"]] == ["1.0", "nan", "nan"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
+from verifiers.envs.tools import read_call
 from verifiers.inference.wire import whole_characters
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.batching.micro_batches import DEMONSTRATION, all_micro_batches
@@ -310,8 +311,8 @@ def fill_completions_table(table: Any, block: ScoredBlock, trained: TrainingBloc
 def _told(messages: Any, role: str) -> list[dict[str, str]]:
     told = []
     for message in [{"role": role, "content": messages}] if isinstance(messages, str) else messages:
-        functions = [call.get("function", {}) for call in message_field(message, "tool_calls") or ()]
-        calls = [f"{function.get('name')}({function.get('arguments')})" for function in functions]
+        called = map(read_call, message_field(message, "tool_calls") or ())
+        calls = [f"{call.name}({call.arguments})" for call in called]
         text = "\n".join(part for part in (message_text(message), *calls) if part)
         told.append({"role": str(message_field(message, "role")), "content": whole_characters(text)})
     return told
