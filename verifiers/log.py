@@ -98,13 +98,17 @@ class Redactor:
         try:
             yield
         except Exception as error:
-            seen: set[int] = set()
-            current: BaseException | None = error
-            while current is not None and id(current) not in seen:
-                seen.add(id(current))
-                current.args = tuple(self(arg) if isinstance(arg, str) else arg for arg in current.args)
-                current = current.__cause__ or current.__context__
+            self.clean(error)
             raise
+
+    def clean(self, error: BaseException) -> None:
+        """Take secrets out of the texts of an error and of its causes."""
+        seen: set[int] = set()
+        current: BaseException | None = error
+        while current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.args = tuple(self(arg) if isinstance(arg, str) else arg for arg in current.args)
+            current = current.__cause__ or current.__context__
 
 
 def secrets_of_run(
