@@ -238,7 +238,7 @@ async def test_calls_of_an_agent_are_in_its_rollout_whatever_it_sends(
     ("trace", "share", "message"),
     [
         ("collector:4318", 1.0, "trace is 'collector:4318'; give a collector's address"),
-        ("http://127.0.0.1:1", 0.0, "trace_share is 0; give .* above 0"),
+        ("http://127.0.0.1:1", 0.0, "trace_share is 0.0; give .* above 0"),
     ],
 )
 def test_settings_that_cannot_trace_are_refused(trace: str, share: float, message: str) -> None:
