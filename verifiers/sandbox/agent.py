@@ -114,14 +114,13 @@ class Agent:
         Each process's limit is its own, and a tmpfs made by bubblewrap counts bytes but no files.
         """
         self._looked_at_use = time.monotonic()
-        pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
         held = _SOCKET_BYTES * _numbers("/proc/net/sockstat", ("sockets:",), place=2)
-        resident = [_numbers(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:", "HugetlbPages:")) << 10 for pid in pids]
-        if held + sum(resident) > self.limits.memory_bytes:
-            # what several share is counted once, where the kernel tells; that takes longer
-            exact = [_numbers(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) << 10 for pid in pids]
-            resident = [exactly or whole for exactly, whole in zip(exact, resident, strict=True)]
-        held += sum(resident)
+        resident = sum(map(_resident, _others()))
+        if held + resident > self.limits.memory_bytes:
+            # what several share is counted once, where the kernel tells, which takes longer; and twice, as what forks
+            # or ends meanwhile counts as more than it holds
+            resident = min(sum(_proportional(pid) or _resident(pid) for pid in _others()) for _ in range(2))
+        held += resident
         disk = os.statvfs(self.limits.directory)
         before, self._files = self._files, disk.f_files - disk.f_ffree
         most_files = max(1024, min(disk.f_blocks * disk.f_frsize // 4096, 1 << 18))
@@ -301,6 +300,18 @@ class Agent:
         for pid in self._runs:
             kill_group(pid)
         kill_trees(lambda: orphans(()), self.reap)
+
+
+def _others() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _resident(pid: str) -> int:
+    return _numbers(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:", "HugetlbPages:")) << 10
+
+
+def _proportional(pid: str) -> int:
+    return _numbers(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) << 10
 
 
 def _numbers(path: str, names: tuple[str, ...], place: int = 1) -> int:
