@@ -60,7 +60,7 @@ class SpanExporter:
             marshal.dump([], pipe)
 
     def close(self) -> None:
-        """Send what is left, for at most `CLOSE_S` seconds."""
+        """Send what is left, for at most `CLOSE_S` seconds after the process has loaded."""
         self._ends.set()
         with self._process as process:
             assert process.stdout is not None

@@ -15,10 +15,11 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
 from verifiers.envs.tools import read_call
 from verifiers.inference.wire import whole_characters
+from verifiers.parsers.messages import message_to_printable
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.batching.micro_batches import DEMONSTRATION, all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.types import Outcome, RolloutKey, message_field, message_text
+from verifiers.types import Outcome, RolloutKey
 
 
 def block_metrics(
@@ -311,8 +312,8 @@ def fill_completions_table(table: Any, block: ScoredBlock, trained: TrainingBloc
 def _told(messages: Any, role: str) -> list[dict[str, str]]:
     told = []
     for message in [{"role": role, "content": messages}] if isinstance(messages, str) else messages:
-        called = map(read_call, message_field(message, "tool_calls") or ())
-        calls = [f"{call.name}({call.arguments})" for call in called]
-        text = "\n".join(part for part in (message_text(message), *calls) if part)
-        told.append({"role": str(message_field(message, "role")), "content": whole_characters(text)})
+        shown = message_to_printable(message)
+        calls = [f"{call.name}({call.arguments})" for call in map(read_call, shown.get("tool_calls") or ())]
+        text = "\n".join(part for part in (shown["content"], *calls) if part)
+        told.append({"role": str(shown["role"]), "content": whole_characters(text)})
     return told
