@@ -163,6 +163,65 @@ async def test_ids_and_logprobs_of_different_lengths_are_refused() -> None:
         await ask(client)
 
 
+def cut_answer(ids: list[int], by_logprobs: bool, kept: list[Any]) -> dict[str, Any]:
+    """Return the answer of a server that draws from some tokens: by the field, or by vLLM's likeliest tokens."""
+    content: list[dict[str, Any]] = [{"token": f"token_id:{one}", "logprob": -1.0} for one in ids]
+    choice = {
+        "message": {"content": "x"},
+        "token_ids": ids,
+        "logprobs": {"content": content},
+        "finish_reason": "stop",
+    }
+    if not by_logprobs:
+        return {"choices": [choice | {"sampling_mask": kept}], "prompt_token_ids": [3]}
+    for entry, left in zip(content, kept, strict=True):
+        tops = [(one, -1.0) for one in left] + [(99, -9999.0)]
+        entry["top_logprobs"] = [{"token": f"token_id:{one}", "logprob": logprob} for one, logprob in tops]
+    return {"choices": [choice], "prompt_token_ids": [3]}
+
+
+@pytest.mark.parametrize("by_logprobs", [False, True], ids=["sampling_mask", "vLLM"])
+async def test_the_tokens_that_each_was_drawn_from_are_asked_for_and_kept_with_it(by_logprobs: bool) -> None:
+    fake = FakeClient(faults=Fault(200, body=cut_answer([1, 2], by_logprobs, [[1, 5], [2]]), times=1))
+    client = RolloutClient(ClientBackend(fake), model="policy", require_tokens=True, masks_by_logprobs=by_logprobs)
+    await ask(client, top_p=0.9, extra_body={"top_k": 3})
+    sent = fake.requests[0].body
+    asked = {"top_logprobs": 3, "return_tokens_as_token_ids": True} if by_logprobs else {"return_sampling_mask": True}
+    assert {name: sent.get(name) for name in asked} == asked
+    (row,), _ = rows_from_turns(client.turns)
+    assert (list(row.kept_counts), list(row.kept_ids)) == ([2, 1], [1, 5, 2])
+
+
+async def test_between_turns_that_leave_tokens_out_nothing_is_cut() -> None:
+    turns = [Turn([3], [1, 2], [-1.0] * 2, [0, 0], kept_counts=[2, 0], kept_ids=[1, 5])]
+    turns += [
+        Turn([3, 1, 2, 7, 7], [4], [-1.0], [0]),
+        Turn([3, 1, 2, 7, 7, 4], [6], [-1.0], [0], None, None, None, [1], [6]),
+    ]
+    (row,), _ = rows_from_turns(turns)
+    assert (list(row.kept_counts), list(row.kept_ids)) == ([2, 0, 0, 0, 0, 1], [1, 5, 6])
+    (plain,), _ = rows_from_turns(turns[1:2])
+    assert not plain.kept_counts
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [None, [[1]], [[1], [5]], [[1], [2, -1]], [[1], [2, 10**9]], [[1], ["2"]], [[1], [2.0]], [[1], 2], "ab", {}],
+)
+async def test_an_answer_without_the_tokens_it_was_drawn_from_is_a_failed_try(kept: Any) -> None:
+    fault = Fault(200, body=cut_answer([1, 2], False, kept), times=3)
+    options: dict[str, Any] = {"require_tokens": True, "retry": QUICK, "vocab_size": 50}
+    client = RolloutClient(ClientBackend(FakeClient(faults=fault)), model="policy", **options)
+    with pytest.raises(ProviderError, match=r"sampling_mask|as the tokens that [12] was drawn from"):
+        await ask(client, top_p=0.9)
+
+
+async def test_vllm_is_not_asked_for_what_it_cannot_tell(backend: HttpBackend) -> None:
+    client = RolloutClient(backend, model="policy", require_tokens=True, masks_by_logprobs=True)
+    with pytest.raises(ConfigError, match=r"top_p=0\.9, and vLLM tells which tokens that leaves only among top_k"):
+        await ask(client, top_p=0.9)
+
+
 async def test_calls_of_another_model_and_of_the_untrained_handle_are_not_recorded(
     server: FakeOpenAIServer, backend: HttpBackend
 ) -> None:

@@ -41,7 +41,7 @@ ROUTES = {
 
 FIELDS = {
     "ChatCompletionRequest": "model messages tools temperature max_tokens seed logprobs top_logprobs "
-    f"return_token_ids {' '.join(NEUTRAL_SAMPLING)}",
+    f"return_tokens_as_token_ids return_token_ids {' '.join(NEUTRAL_SAMPLING)}",
     "CompletionRequest": "model prompt temperature max_tokens seed logprobs return_token_ids "
     f"{' '.join(NEUTRAL_SAMPLING)}",
     "GenerateRequest": "model token_ids sampling_params",
@@ -119,7 +119,7 @@ def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> Non
     client = ServerClient(server.url)
     found = asyncio.run(read_capabilities(client))
     assert (found.software, found.models[0], found.max_model_len) == ("vLLM", "policy", 512)
-    assert (found.log_probs_mode, found.dtype) == ("processed_logprobs", "float32")
+    assert (found.log_probs_mode, found.dtype, found.max_logprobs) == ("processed_logprobs", "float32", 20)
     assert (found.max_lora_rank, found.loads_adapters, found.transfer_backend) == (8, True, "")
     assert found.version is not None
     assert found.version.startswith("0.")

@@ -26,11 +26,13 @@ def run(model: Path, env: Any, url: str, directory: Path, **overrides: Any) -> t
     return trainer
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.8, "top_k": 5, "min_p": 0.05, "temperature": 1.3}], ids=["", "cut"])
 @pytest.mark.parametrize("generation", ["messages", "auto"])
 def test_turns_are_trained_as_they_were_sampled(
-    server: vllm_world.Server, models: dict[str, Path], tmp_path: Path, generation: str
+    server: vllm_world.Server, models: dict[str, Path], tmp_path: Path, generation: str, cut: dict[str, float]
 ) -> None:
-    trainer = run(models["policy"], tiny_world.Dialogue(), server.url, tmp_path, generation=generation)
+    trainer = run(models["policy"], tiny_world.Dialogue(), server.url, tmp_path, generation=generation, **cut)
+    assert all(("kept_ids" in batch) == bool(cut) for batch in trainer.seen)
     answers = trainer.client.sampled()
     assert len(answers) == 2 * 8 * 3
     assert trainer.trained_spans() == sorted((prompt, ids, logps) for prompt, ids, logps in answers)

@@ -352,12 +352,13 @@ def _key(value: Any) -> str:
 _SAMPLING = frozenset(
     {
         "bad_words", "frequency_penalty", "ignore_eos", "min_p", "min_tokens", "presence_penalty",
-        "repetition_penalty", "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p",
+        "repetition_penalty", "return_sampling_mask", "seed", "stop", "stop_token_ids", "temperature", "top_k",
+        "top_p",
     }
 )  # fmt: skip
 _REQUEST = frozenset({"cache_salt", "priority"})
 # nothing in the answer depends on them
-_LEFT_OUT = frozenset({"metadata", "return_token_ids", "store", "user", "logprobs"})
+_LEFT_OUT = frozenset({"metadata", "return_token_ids", "return_tokens_as_token_ids", "store", "user", "logprobs"})
 # values that ask for what is done anyway
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -418,6 +419,8 @@ def read_chat_call(body: Mapping[str, Any]) -> ChatCall | str:
             sampling[name] = value
         elif name in _REQUEST:
             request[name] = value
+        elif name == "top_logprobs" and body.get("return_tokens_as_token_ids"):
+            sampling["logprobs"] = value
         elif name == "parallel_tool_calls":
             chat[name] = value
         elif name == "reasoning_effort":

@@ -25,7 +25,7 @@ from verifiers.types import AssistantMessage, MessageRecord, Usage, content_text
 _OPTIONAL = frozenset(
     {
         "annotations", "audio", "content", "created", "finish_reason", "function_call", "id", "logprobs", "model",
-        "name", "object", "prompt_token_ids", "reasoning_content", "refusal", "role", "service_tier",
+        "name", "object", "prompt_token_ids", "reasoning_content", "refusal", "role", "sampling_mask", "service_tier",
         "system_fingerprint", "text", "token_ids", "tool_calls", "usage", "weight_versions",
     }
 )  # fmt: skip
@@ -126,6 +126,28 @@ def refuse_biased_call(trained_at: float, assumed: Sequence[Mapping[str, Any]], 
 def unless_neutral(name: str, fields: Mapping[str, Any]) -> Any:
     value = fields.get(name)
     return None if value in NEUTRAL[name] else value
+
+
+CUTS = ("top_p", "top_k", "min_p")
+"""Sampling arguments that leave tokens out; the trainer normalises over those that are kept."""
+
+
+def mask_arguments(fields: Mapping[str, Any], *, by_logprobs: bool) -> dict[str, Any]:
+    """Return what asks a chat call for the ids that each token was drawn from; nothing where none is left out.
+
+    Args:
+        fields: of the call's body.
+        by_logprobs: the server tells them by its likeliest tokens, as vLLM does, of which there are `top_k` at most.
+    """
+    cut = [name for name in CUTS if unless_neutral(name, fields) is not None]
+    if not cut or not by_logprobs:
+        return {"return_sampling_mask": True} if cut else {}
+    if "top_k" not in cut:
+        raise ConfigError(
+            f"a call of the policy samples with {cut[0]}={fields[cut[0]]!r}, and vLLM tells which tokens that leaves "
+            "only among top_k: set top_k too, such as 100."
+        )
+    return {"top_logprobs": fields["top_k"], "return_tokens_as_token_ids": True}
 
 
 # Arguments of the SDK's `create` that are about the call, not part of the body.
@@ -236,7 +258,7 @@ def without_tokens(response: Mapping[str, Any], arguments: Mapping[str, Any]) ->
     return lean
 
 
-_TOKEN_FIELDS = ("logprobs", "prompt_token_ids", "token_ids", "weight_versions")
+_TOKEN_FIELDS = ("logprobs", "prompt_token_ids", "sampling_mask", "token_ids", "weight_versions")
 
 
 def _first_message(choice: Any) -> MessageRecord:
@@ -273,6 +295,7 @@ class SampledTokens:
         versions: spans of the sampled ids with the version of the weights that sampled them, as vLLM names them.
         usage: as the server counted, else the number of ids.
         refusal: the model's words where it refused, "content_filter" where the server filtered the answer, else None.
+        kept: the ids that each token was drawn from, none where that were all; None where nobody needs them.
     """
 
     prompt_ids: Sequence[int] | None
@@ -282,9 +305,10 @@ class SampledTokens:
     finish_reason: str | None = None
     usage: Usage = field(default_factory=Usage)
     refusal: str | None = None
+    kept: list[list[int]] | None = None
 
 
-def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
+def sampled_tokens(answer: Mapping[str, Any], *, needs_mask: bool = False) -> SampledTokens:
     """Return the tokens of a chat or text completion that has a choice, given as plain data."""
     choice = answer["choices"][0]
     shown = choice.get("logprobs") or {}
@@ -310,7 +334,30 @@ def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
             counted.get("completion_tokens", _length(completion_ids)),
         ),
         refusal=refusal if isinstance(refusal, str) and refusal else filtered,
+        kept=_kept(choice) if needs_mask else None,
     )
+
+
+def _kept(choice: Mapping[str, Any]) -> Any:
+    """Return the ids that each token was drawn from, as they came, or by the likeliest tokens."""
+    mask, shown = choice.get("sampling_mask"), choice.get("logprobs") or {}
+    if mask is not None:
+        return mask
+    try:
+        content = shown.get("content")
+        if content is None:
+            tops: Any = [list(top.items()) for top in shown["top_logprobs"]]
+        else:
+            # the id is a field of its own or, where it is asked for, the name
+            named = [[{"token_id": one["token"], **one} for one in entry["top_logprobs"]] for entry in content]
+            tops = [[(str(one["token_id"]), one["logprob"]) for one in top] for top in named]
+        return [[int(name.removeprefix("token_id:")) for name, value in top if value > _LEFT_OUT] for top in tops]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+_LEFT_OUT = -9000.0
+"""vLLM's log-prob of a token that was left out is -9999."""
 
 
 def _length(ids: Any) -> int | None:
@@ -543,17 +590,19 @@ def check_tokens(
     needed: bool,
     vocab_size: int | None,
     has_prompt: bool,
+    needs_mask: bool = False,
 ) -> SampledTokens | None:
     """Return the tokens of an answer's first choice, checked, or None where it has no choice.
 
-    `needed` refuses an answer without them (training); `has_prompt` says that the route gives the prompt's ids, too.
+    `needed` refuses an answer without them (training); `has_prompt` says that the route gives the prompt's ids, too;
+    `needs_mask` that tokens were left out, and the trainer has to know which.
 
     Raises:
         RetryableError: with what is wrong.
     """
     if not answer.get("choices"):
         return None
-    sampled = sampled_tokens(answer)
+    sampled = sampled_tokens(answer, needs_mask=needs_mask)
     given: dict[str, Any] = {"prompt_token_ids": sampled.prompt_ids} if has_prompt else {}
     given |= {"token_ids": sampled.completion_ids, "logprobs": sampled.logprobs}
     missing = [name for name, value in given.items() if value is None]
@@ -562,13 +611,18 @@ def check_tokens(
             f"{url} answered without {' and '.join(missing)}, which training needs; use a server that honours "
             "return_token_ids and logprobs, such as vf-serve or vf-vllm, with no proxy before it that drops fields."
         )
-    problems = () if missing else _problems(given, sampled.versions, vocab_size or _LARGEST)
+    if needs_mask and sampled.kept is None:
+        raise RetryableError(
+            f"{url} answered without the tokens that were left to draw from (sampling_mask), which training with "
+            f"{', '.join(CUTS)} needs; use vf-serve, or vLLM with top_k, or leave them out."
+        )
+    problems = () if missing else _problems(given, sampled.versions, vocab_size or _LARGEST, sampled.kept)
     for problem in problems:
         raise RetryableError(f"{url} answered with {problem}.")
     return sampled
 
 
-def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int) -> Iterator[str]:
+def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int, kept: Any = None) -> Iterator[str]:
     for name, values in given.items():
         types, least, most = ((int, float), _LEAST, _MOST) if name == "logprobs" else ((int,), 0, vocab_size - 1)
         values = values if isinstance(values, list) else [[values]]
@@ -578,6 +632,12 @@ def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int) -
     ids, logprobs = len(given["token_ids"]), len(given["logprobs"])
     if ids != logprobs:
         yield f"{ids} token ids but {logprobs} log-probs, which must belong to the same tokens"
+    if kept is not None:
+        sets = kept if isinstance(kept, list) and len(kept) == ids else [kept]
+        for drawn, left in zip(given["token_ids"], sets, strict=False):
+            known = isinstance(left, list) and all(type(one) is int and 0 <= one < vocab_size for one in left)
+            if not known or len(sets) != ids or (left and drawn not in left):
+                yield f"{reprlib.repr(left)} as the tokens that {drawn} was drawn from: ids, with it among them"
     after: Any = 0
     for span in spans:
         version, start, last = [span.get(name) if isinstance(span, Mapping) else None for name in _SPAN]

@@ -47,6 +47,7 @@ class AsyncBatchGenerator:
         check_call: of each trained call, given the fields of the sampling arguments that rollouts are given (one
             mapping, of a group of environments one for each) and those of the call; see `RolloutClient`.
         vocab_size: number of token ids that the policy has: an answer with another is a failed try.
+        masks_by_logprobs: see `RolloutClient`.
         teacher: tells of a block's sampled tokens how likely they are to it.
 
     Use as a context manager, or call `start` and `close`. Thread-safe.
@@ -70,6 +71,7 @@ class AsyncBatchGenerator:
         generation: str = "auto",
         check_call: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], None] | None = None,
         vocab_size: int | None = None,
+        masks_by_logprobs: bool = False,
         group_policy: GroupPolicy | None = None,
         teacher: Teacher | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ class AsyncBatchGenerator:
             "require_tokens": require_tokens,
             "check_call": check_call and functools.partial(check_call, _fields_given(env, sampling_args or {})),
             "vocab_size": vocab_size,
+            "masks_by_logprobs": masks_by_logprobs,
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
         self._group_policy, self._teacher = group_policy, teacher

@@ -28,6 +28,7 @@ from verifiers.inference.wire import (
     WireObject,
     check_tokens,
     given_arguments,
+    mask_arguments,
     neutral_where_unset,
     plain_data,
     request_body,
@@ -195,6 +196,8 @@ class RolloutClient:
         policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
         check_call: given the body fields of each trained call before anything is sent, where tokens are required;
             raises ConfigError where the trainer assumes another distribution.
+        masks_by_logprobs: the server tells by its likeliest tokens which were left to draw from (vLLM); False for the
+            field `sampling_mask`.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
@@ -218,6 +221,7 @@ class RolloutClient:
         token_in: TokenIn | None = None,
         check_call: Callable[[Mapping[str, Any]], None] | None = None,
         vocab_size: int | None = None,
+        masks_by_logprobs: bool = False,
         group: Hashable = None,
     ) -> None:
         # the turns of one rollout share a prefix, which one of several servers then holds
@@ -231,6 +235,7 @@ class RolloutClient:
         self._tokens = TokenTurns(token_in) if token_in is not None else None
         self._check_call = check_call
         self._vocab_size = vocab_size
+        self._masks_by_logprobs = masks_by_logprobs
         self._ids = _GrowingIds()
         self._begun = 0
         self._has_asked = False
@@ -339,15 +344,15 @@ class RolloutClient:
         self.answers.remove(answer)
 
     async def _call_policy(self, path: str, given: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
-        arguments = self._prepared(path, given)
+        arguments, is_cut = self._prepared(path, given)
         call: ChatCall | None = None
         sampled: _Sampled | None = None
         if self._tokens is not None and path == CHAT:
             call, ids = await self._tokens.read(request_body(arguments))
             if call is not None and ids is not None:
-                sampled = await self._sample_by_ids(self._tokens, call, ids)
+                sampled = await self._sample_by_ids(self._tokens, call, ids, is_cut)
         if sampled is None:
-            sampled = await self._sample(path, arguments)
+            sampled = await self._sample(path, arguments, is_cut)
         response, tokens = sampled.response, sampled.tokens
         if tokens is None and not getattr(response, "choices", None):
             raise EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
@@ -370,10 +375,12 @@ class RolloutClient:
             self._tokens.hold(call, message, recorded.turn.prompt_ids, recorded.turn.completion_ids)
         return response, recorded
 
-    async def _sample_by_ids(self, turns: TokenTurns, call: ChatCall, ids: list[int]) -> _Sampled | None:
+    async def _sample_by_ids(
+        self, turns: TokenTurns, call: ChatCall, ids: list[int], is_cut: bool
+    ) -> _Sampled | None:
         """Answer a chat call by its prompt's ids; None where a failing route sends it as messages."""
         try:
-            sampled = await self._sample(GENERATE, call.generate_body(ids))
+            sampled = await self._sample(GENERATE, call.generate_body(ids), is_cut)
             response = await completion_by_ids(call, ids, sampled.response, self._send)
         except ProviderError as error:
             if not turns.shared.refuse_for_now(error):
@@ -395,7 +402,7 @@ class RolloutClient:
 
         return await retry(attempt, self._retry, self._count_retry, self._limiter)
 
-    async def _sample(self, path: str, arguments: Mapping[str, Any]) -> _Sampled:
+    async def _sample(self, path: str, arguments: Mapping[str, Any], is_cut: bool) -> _Sampled:
         """Send a call of the policy, with retries; each try has the same seed and ids."""
 
         async def attempt() -> _Sampled:
@@ -408,6 +415,7 @@ class RolloutClient:
                 needed=self._require_tokens,
                 vocab_size=self._vocab_size,
                 has_prompt=path != GENERATE,
+                needs_mask=is_cut,
             )
             return _Sampled(response, tokens, version)
 
@@ -424,13 +432,15 @@ class RolloutClient:
     def _count_retry(self, _: Exception) -> None:
         self.retries += 1
 
-    def _prepared(self, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _prepared(self, path: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Return the arguments that are sent, and whether they leave tokens out that the trainer has to know."""
         seed = turn_seed(self._seed, self._begun) if self._seed is not None else None
         self._begun += 1
         arguments = given_arguments(arguments)
         self.check(arguments)
         # extra_body is merged in last, so what must hold is taken out of it
         extra = dict(arguments.get("extra_body") or {})
+        mask: dict[str, Any] = {}
         if seed is not None:
             arguments["seed"] = seed
             extra.pop("seed", None)
@@ -443,9 +453,13 @@ class RolloutClient:
             extra |= neutral_where_unset(arguments, extra)
             # a keyword that the SDK does not know goes into extra_body, which every backend understands
             extra["return_token_ids"] = True
+            mask = mask_arguments({**arguments, **extra}, by_logprobs=self._masks_by_logprobs)
+            if path != CHAT and "top_logprobs" in mask:
+                mask["logprobs"] = mask.pop("top_logprobs")
+            extra |= mask
         if extra:
             arguments["extra_body"] = extra
-        return arguments
+        return arguments, bool(mask)
 
     def _turn(self, tokens: SampledTokens, version_before: int) -> Turn | None:
         if tokens.prompt_ids is None or tokens.completion_ids is None or tokens.logprobs is None:
@@ -455,7 +469,10 @@ class RolloutClient:
         # it is unknown before which token a push in between came, so both versions stand for all of them
         newest = version_after if version_after != version_before else None
         held = self._ids.append(tokens.prompt_ids, tokens.completion_ids)
-        return Turn(*held, array("d", tokens.logprobs), versions, tokens.finish_reason, newest, _role.get())
+        kept: Sequence[Sequence[int]] = tokens.kept or ()
+        counts, ids = array("i", map(len, kept)), array("i", itertools.chain.from_iterable(kept))
+        logprobs = array("d", tokens.logprobs)
+        return Turn(*held, logprobs, versions, tokens.finish_reason, newest, _role.get(), counts, ids)
 
 
 def _total(counts: list[int | None]) -> int | None:
@@ -522,6 +539,10 @@ def _added_ids(row: TokenSequence, prompt_ids: list[int]) -> Sequence[int] | Non
 def _append_turn(row: TokenSequence, environment_ids: Sequence[int], turn: Turn) -> None:
     """Append what the environment wrote, seen by the policy and without loss, and what the policy then sampled."""
     written, sampled = len(environment_ids), len(turn.completion_ids)
+    if turn.kept_counts or row.kept_counts:
+        row.kept_counts += [0] * (len(row.completion_ids) + written - len(row.kept_counts))
+        row.kept_counts += turn.kept_counts or [0] * sampled
+        row.kept_ids += turn.kept_ids
     row.completion_ids += [*environment_ids, *turn.completion_ids]
     row.loss_mask += [0] * written + [1] * sampled
     row.logprobs += [0.0] * written + list(turn.logprobs)

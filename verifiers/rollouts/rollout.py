@@ -50,6 +50,7 @@ class Turn:
         newest_version: the version when the answer ended, where that is another than when it began and the server
             reports no version of single tokens; `versions` then holds the one at the beginning.
         role: of `client.role(name)`; None for the rollout's own client.
+        kept_counts, kept_ids: how many ids each token was drawn from, 0 for all, and these; none where it were all.
     """
 
     prompt_ids: Sequence[int]
@@ -59,6 +60,8 @@ class Turn:
     finish_reason: str | None = None
     newest_version: int | None = None
     role: str | None = None
+    kept_counts: Sequence[int] = ()
+    kept_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -77,6 +80,8 @@ class TokenSequence:
         teacher_logprobs: a teacher's of the sampled tokens; 0.0 where `loss_mask` is 0; length T, or 0 without one.
         teacher_ids: the likeliest tokens to the teacher, as many for each sampled token, where they were asked for.
         teacher_ids_logprobs: the teacher's log-probs of these.
+        kept_counts: how many ids each token was drawn from, 0 for all; length T, or 0 where nothing was left out.
+        kept_ids: these, of one token after another.
     """
 
     prompt_ids: MutableSequence[int]
@@ -89,6 +94,8 @@ class TokenSequence:
     teacher_logprobs: MutableSequence[float] = field(default_factory=list)
     teacher_ids: MutableSequence[int] = field(default_factory=list)
     teacher_ids_logprobs: MutableSequence[float] = field(default_factory=list)
+    kept_counts: MutableSequence[int] = field(default_factory=list)
+    kept_ids: MutableSequence[int] = field(default_factory=list)
     role: str | None = None
     turn_lengths: dict[int, int] = field(default_factory=dict)
 
@@ -97,6 +104,7 @@ class TokenSequence:
         self.prompt_ids, self.completion_ids = array("q", self.prompt_ids), array("q", self.completion_ids)
         self.loss_mask, self.logprobs = array("b", self.loss_mask), array("d", self.logprobs)
         self.versions = array("q", self.versions)
+        self.kept_counts, self.kept_ids = array("i", self.kept_counts), array("i", self.kept_ids)
 
     @property
     def sampled_tokens(self) -> int:

@@ -121,7 +121,7 @@ class Run:
         limiter: what may be in flight at once; share it to bound several runs together.
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
-        check_call: of each trained call where tokens are required; see `RolloutClient`.
+        check_call: of each trained call where tokens are required; see `RolloutClient`, also for `masks_by_logprobs`.
         teacher: tells how likely the tokens of rollouts that were played are to it, before they are scored.
         on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
@@ -141,6 +141,7 @@ class Run:
     token_in: TokenIn | None = None
     check_call: Callable[[Mapping[str, Any]], None] | None = None
     vocab_size: int | None = None
+    masks_by_logprobs: bool = False
     teacher: Teacher | None = None
     on_end: Callable[[Rollout], None] | None = None
     on_rollout: Callable[[Rollout], None] | None = None
@@ -176,6 +177,7 @@ class Run:
                 token_in=self.token_in,
                 check_call=self.check_call,
                 vocab_size=self.vocab_size,
+                masks_by_logprobs=self.masks_by_logprobs,
                 group=(request.key.block_id, request.key.example_id),
             )
         return client

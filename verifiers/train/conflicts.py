@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.inference.wire import NEUTRAL, unless_neutral
+from verifiers.inference.wire import CUTS, NEUTRAL, unless_neutral
 from verifiers.train.loss.loss_types import LOSS_TYPES
 
 CHOICES: dict[str, Collection[Any]] = {
@@ -398,9 +398,16 @@ def _has_entropy_bonus(args: Any) -> bool:
 
 def refuse_biased_sampling(args: Any, whose: str, given: Mapping[str, Any]) -> None:
     """Refuse what makes the sampler's log-probs those of another distribution, wherever they are used."""
+    cut = [name for name in CUTS if unless_neutral(name, given) is not None]
+    if cut and args.teacher_url:
+        raise ConfigError(
+            f"{whose} samples with {cut[0]}={given[cut[0]]!r}, and a teacher's log-probs are those of all tokens; "
+            f"leave {cut[0]} out."
+        )
     if not args.vllm_importance_sampling_correction and not args.may_be_stale and not args.kl_in_reward:
         return
-    for name in NEUTRAL:
+    # of what is cut the trainer normalises over the same tokens
+    for name in (name for name in NEUTRAL if name not in CUTS):
         if (value := unless_neutral(name, given)) is None:
             continue
         sampled = f"{whose} samples with {name}={value!r}"

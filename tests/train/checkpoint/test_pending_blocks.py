@@ -50,6 +50,7 @@ def test_blocks_come_back_as_they_were(tmp_path: Path) -> None:
     per_token.role_rewards, row = {"solver": 1 / 3}, per_token.rows[0]
     row.role, row.teacher_logprobs = "solver", [-0.1, -1 / 3, 0.0, -2.0]
     row.teacher_ids, row.teacher_ids_logprobs = [3, 1, 4], [-0.1, -1.0, -1 / 3]
+    row.kept_counts, row.kept_ids = [2, 0, 0, 1], [3, 9, 4]
     blocks = [
         ScoredBlock(5, [Group(3, [a_rollout(5, 0), failed, per_token])], 4, 1.5),
         ScoredBlock(6, [Group(8, [a_rollout(6, 0, 8)])], 5, 2.5, filtered=[Group(9, [a_rollout(6, 0, 9)])]),

@@ -5,6 +5,7 @@ Old log-probs that are given stand where their tokens are, or nothing is assembl
 
 from __future__ import annotations
 
+import itertools
 import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -67,16 +68,21 @@ def make_batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def from_whole_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+def from_whole_logits(
+    model: Any, batch: dict[str, Tensor], kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs and entropies (5, 9) of labels, 0 where there is none, by plain autograd; and the router's loss."""
     given: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
     if hasattr(model.config, "num_experts"):
         given["output_router_logits"] = True
     found = model(**given)
     labels = batch["labels"][:, 1:]
-    logps = (found.logits[:, :-1].float() / TEMPERATURE).log_softmax(dim=-1)
+    logits = found.logits[:, :-1].float() / TEMPERATURE
+    if kept is not None:
+        logits = torch.where(kept, logits, -torch.inf)
+    logps = logits.log_softmax(dim=-1)
     chosen = logps.gather(2, labels.clamp(min=0)[..., None]).squeeze(2)
-    entropies = -(logps.exp() * logps).sum(dim=-1)
+    entropies = -(logps.exp() * logps.masked_fill(logps == -torch.inf, 0.0)).sum(dim=-1)
     return *(one.masked_fill(labels == -100, 0.0) for one in (chosen, entropies)), found.get("aux_loss")
 
 
@@ -177,6 +183,45 @@ def test_a_micro_batch_without_labels_has_a_gradient_of_zero() -> None:
         **{**batch, "labels": torch.full_like(batch["labels"], -100)}, fused_lm_head=True
     ).log_probs.sum().backward()
     assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+def kept_tokens(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return sets of 1 to 6 tokens around each label, of some none, filled up with -1 (5, 10, 6); and as masks."""
+    draw, ids = torch.Generator().manual_seed(2), torch.full((5, 10, 6), -1)
+    mask = torch.ones(5, 10, WORDS, dtype=torch.bool)
+    for row, place in itertools.product(range(5), range(10)):
+        label = int(batch["labels"][row, place])
+        if label == -100 or (row + place) % 4 == 0:
+            continue
+        others = [one for one in torch.randperm(WORDS, generator=draw).tolist() if one != label]
+        kept = sorted([label, *others[: (row + place) % 6]])
+        ids[row, place, : len(kept)] = torch.tensor(kept)
+        mask[row, place] = torch.isin(torch.arange(WORDS), torch.tensor(kept))
+    return ids.int(), mask[:, 1:]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("kind", ["plain", "tied", "soft cap", "logit_scale", "bias"])
+def test_over_the_tokens_that_were_kept_values_and_gradients_are_those_of_the_cut_logits(kind: str) -> None:
+    model, batch = make_model(kind), make_batch()
+    ids, mask = kept_tokens(batch)
+    logps, entropies, _ = from_whole_logits(model, batch, mask)
+    objective(logps, entropies, None).backward()
+    expected = gradients(model)
+    fuse_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+    found = model(**batch, kept=ids, fused_lm_head=True)
+    torch.testing.assert_close(found.log_probs, logps, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.entropy, entropies, atol=1e-5, rtol=1e-5)
+    objective(found.log_probs, found.entropy, None).backward()
+    actual = gradients(model)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, atol=1e-4, rtol=1e-4)
+    whole = make_batch()
+    cut = {"prompt_ids": whole["input_ids"][:, :4], "completion_ids": whole["input_ids"][:, 4:]}
+    cut |= {"prompt_mask": whole["attention_mask"][:, :4], "completion_mask": whole["attention_mask"][:, 4:]}
+    copied = log_probs_of_copy(make_model(kind), cut | {"kept_ids": ids[:, 4:]}, TEMPERATURE, batch_size=2)
+    real = cut["completion_mask"].bool()
+    torch.testing.assert_close(copied[real], logps.detach()[:, 3:][real], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -78,6 +78,7 @@ def test_a_server_that_says_nothing_is_not_refused_for_it() -> None:
     ("found", "options", "flag"),
     [
         (changed(log_probs_mode="raw_logprobs"), {}, "--logprobs-mode processed_logprobs"),
+        (changed(max_logprobs=20), {"top_k": 50}, "tells 20 of a token's likeliest, .*--max-logprobs 50"),
         (changed(models=("a", "b")), {}, r"'a', 'b', not 'policy'.*--served-model-name policy"),
         (changed(sample_ids=(1, 2)), {}, "encodes a sample as 2 tokens and the trainer's as 3.*--tokenizer"),
         (changed(sample_ids=(1, 2, 4)), {}, "or as other ones"),

@@ -109,6 +109,7 @@ class RolloutSession:
             generation=args.generation,
             check_call=functools.partial(refuse_biased_call, args.temperature),
             vocab_size=publisher.vocab_size,
+            masks_by_logprobs=publisher.masks_by_logprobs,
             group_policy=GroupPolicy(
                 retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
             ),

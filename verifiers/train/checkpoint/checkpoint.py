@@ -299,6 +299,8 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
                 list(row.teacher_logprobs),
                 list(row.teacher_ids),
                 list(row.teacher_ids_logprobs),
+                list(row.kept_counts),
+                list(row.kept_ids),
                 row.role,
                 list(row.turn_lengths.items()),
             ]

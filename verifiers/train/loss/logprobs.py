@@ -10,6 +10,7 @@ soft-capped logits, and Liger needs Triton.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -45,6 +46,7 @@ def head_log_probs(
     temperature: float,
     outputs: tuple[str, ...] = ("log_probs",),
     others_NK: Tensor | None = None,
+    kept_NK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return log-probs (N,) of tokens in float32, their distributions' entropies (N,), and those (N, K) of others.
 
@@ -56,6 +58,8 @@ def head_log_probs(
         temperature: divides the logits.
         outputs: "entropy" among them asks for entropies.
         others_NK: other tokens at the same positions.
+        kept_NK: the tokens that each was drawn from, filled up with -1; the distribution is that over these, and over
+            all where there is none. Not with `others_NK`.
     """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
@@ -70,6 +74,8 @@ def head_log_probs(
     scale, cap = _logit_scale_and_cap(model.config)
     found = ChunkedLogProbFunction.apply(states_NH, weight, bias, ids_N, temperature, words, cap, scale, outputs)
     logps_N, entropy_N = found[:2]
+    if kept_NK is not None:
+        others_NK = kept_NK.clamp(min=0).long()
     if others_NK is None:
         return logps_N, entropy_N, None
 
@@ -84,7 +90,24 @@ def head_log_probs(
     tokens = max(1, _GATHERED // (ids_NK.shape[1] * weight.shape[1]))
     parts = zip(states_NH.split(tokens), ids_NK.split(tokens), strict=True)
     logits_NK = torch.cat([checkpoint(logits, *part, use_reentrant=False) for part in parts])
-    return logps_N, entropy_N, logits_NK[:, 1:] - logits_NK[:, :1] + logps_N[:, None]
+    found_NK = logits_NK[:, 1:] - logits_NK[:, :1] + logps_N[:, None]
+    return (logps_N, entropy_N, found_NK) if kept_NK is None else _among(kept_NK, logps_N, entropy_N, found_NK)
+
+
+def _among(
+    kept_NK: Tensor, logps_N: Tensor, entropy_N: Tensor | None, kept_logps_NK: Tensor
+) -> tuple[Tensor, Tensor | None, None]:
+    """Normalise log-probs over the tokens that were kept, where some were left out."""
+    is_kept_NK = kept_NK.to(logps_N.device) >= 0
+    is_cut_N = is_kept_NK.any(1)
+    # rows of which nothing is cut stay finite, and count nothing
+    inside_NK = kept_logps_NK.masked_fill(~is_kept_NK & is_cut_N[:, None], -torch.inf)
+    mass_N = inside_NK.logsumexp(1)
+    if entropy_N is not None:
+        parts_NK = torch.where(is_kept_NK, kept_logps_NK - mass_N[:, None], 0.0)
+        own_N = -(torch.where(is_kept_NK, parts_NK.exp(), 0.0) * parts_NK).sum(1)
+        entropy_N = torch.where(is_cut_N, own_N, entropy_N)
+    return torch.where(is_cut_N, logps_N - mass_N, logps_N), entropy_N, None
 
 
 def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
@@ -132,7 +155,7 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(*args, **kwargs)
-        labels_RT, others_RTK = kwargs.pop("labels")[:, 1:], kwargs.pop("others", None)
+        labels_RT, *more_RTK = kwargs.pop("labels")[:, 1:], kwargs.pop("others", None), kwargs.pop("kept", None)
         # the body and the head are looked up in each call: FSDP and PEFT replace them
         body = self.base_model(*args, **{**kwargs, "use_cache": False})
         # a model that is spread over devices takes its labels on the first and may end on another
@@ -149,8 +172,8 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
             precision = torch.autocast(states_NH.device.type, enabled=False)
         head = self.get_output_embeddings()
         with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
-            others_NK = None if others_RTK is None else others_RTK[:, 1:].to(scored_RT.device)[scored_RT]
-            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs, others_NK)
+            more_NK = (one if one is None else one[:, 1:].to(scored_RT.device)[scored_RT] for one in more_RTK)
+            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs, *more_NK)
         # masked_scatter keeps a micro-batch without any label connected to the model's parameters
         logps, entropies, others = (None if one is None else _scattered(one, scored_RT) for one in found)
         output = FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(self, body, kwargs))
@@ -239,9 +262,10 @@ class PolicyLogprobs:
             options["output_router_logits"] = True
         elif (shared := batch.get(SHARED_ROWS)) is not None:
             options = shared.to(device).inputs()
-        if "teacher_ids" in batch:
-            before = ids_RT.shape[1] - width
-            options["others"] = torch.nn.functional.pad(batch["teacher_ids"].to(device), (0, 0, before, 0))
+        for name, option in (("teacher_ids", "others"), ("kept_ids", "kept")):
+            if name in batch:
+                before = (0, 0, ids_RT.shape[1] - width, 0)
+                options[option] = torch.nn.functional.pad(batch[name].to(device), before, value=-1)
         with self._accelerator.autocast():
             found = model(labels=labels_RT, fused_lm_head=True, **options)
         entropy_RC = None if found.entropy is None else found.entropy[:, -width:]
@@ -254,6 +278,7 @@ class PolicyLogprobs:
         was_training, size, parts = model.training, self._batch_size, [batch]
         if size is not None and size < len(batch["completion_ids"]):
             sides = [f"{side}_{kind}" for side in ("prompt", "completion") for kind in ("ids", "mask")]
+            sides += ["kept_ids"] * ("kept_ids" in batch)
             columns = zip(*(batch[name].split(size) for name in sides), strict=True)
             parts = [dict(zip(sides, column, strict=True)) for column in columns]
         model.eval()
@@ -303,15 +328,18 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
     """Return the log-probs (R, C) of a micro-batch's completions by a plain causal language model, on its device.
 
     Args:
-        batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C).
+        batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C), and `kept_ids` (R, C, K)
+            where tokens were left out.
         batch_size: rows in one forward pass.
     """
     ids_RT, mask_RT = (whole.to(copy.device) for whole in whole_rows(batch))
     width = batch["completion_ids"].size(1)
     found = []
-    for ids, mask in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), strict=True):
+    kept = batch["kept_ids"].to(copy.device).split(batch_size) if "kept_ids" in batch else itertools.repeat(None)
+    for ids, mask, kept_rck in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), kept, strict=False):
         body = copy.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
         states = body.last_hidden_state[:, -width - 1 : -1].flatten(0, 1)
-        logps, *_ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature)
+        kept_NK = None if kept_rck is None else kept_rck.flatten(0, 1)
+        logps, *_ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature, kept_NK=kept_NK)
         found.append(logps.view(len(ids), width))
     return torch.cat(found)

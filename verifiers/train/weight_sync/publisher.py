@@ -113,6 +113,8 @@ class WeightPublisher:
         self._client_given = client is not None
         self._check = check
         self._pool: ServerPool | None = None
+        # see `RolloutClient`; known once the servers are connected
+        self.masks_by_logprobs = False
         self._pushes = 0
         self._repeated_loads = 0
         if args.drain_before_sync is False:
@@ -166,6 +168,7 @@ class WeightPublisher:
         for server in pool.servers:
             found = pool.run(read_capabilities(server), _DESCRIBE_S)
             self._check.note_dtype(found.dtype)
+            self.masks_by_logprobs = found.software == "vLLM"
             check_capabilities(
                 found,
                 missing=self.sync.missing_at(found, _adapter_rank(self._weights.model)),
@@ -174,6 +177,7 @@ class WeightPublisher:
                 encode=lambda text: self._tokenizer.encode(text, add_special_tokens=False),
                 needed_tokens=needed,
                 longest_row=longest,
+                top_k=self._args.top_k,
             )
 
     def _longest_row(self) -> tuple[int | None, int | None]:

@@ -321,11 +321,11 @@ class Engine:
         answers: list[tuple[Sequence, Generation | None, Exception | None]] = []
         draw = self._batch.step()
         version = self._version
-        for sequence, token, log_prob, likeliest in zip(
-            self._batch.sequences, draw.tokens, draw.log_probs, draw.likeliest, strict=True
+        for sequence, token, log_prob, likeliest, kept in zip(
+            self._batch.sequences, draw.tokens, draw.log_probs, draw.likeliest, draw.kept, strict=True
         ):
             try:
-                reason = sequence.append(token, log_prob, version, likeliest)
+                reason = sequence.append(token, log_prob, version, likeliest, kept)
             except (BrokenLogits, GrammarFailed) as error:
                 answers.append((sequence, None, error))
                 keep.append(False)

@@ -63,7 +63,8 @@ class Generation:
 
     `token_ids` holds every sampled token, with the one that ended it; `log_probs[i]` is the natural log of
     the probability with which `token_ids[i]` was drawn; `likeliest[i]` the alternatives that were asked for,
-    as (id, log-probability). `spans` covers all tokens without gaps.
+    as (id, log-probability); `kept[i]` the ids that could be drawn in its place, none where all could or nobody
+    asked. `spans` covers all tokens without gaps.
     """
 
     token_ids: list[int]
@@ -71,6 +72,7 @@ class Generation:
     finish_reason: FinishReason
     spans: list[WeightSpan]
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
 
 
 Watcher = Callable[["Sequence"], None]
@@ -91,12 +93,18 @@ class Sequence:
     tokens: list[int]
     log_probs: list[float] = field(default_factory=list)
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
     span_starts: list[tuple[WeightVersion, int]] = field(default_factory=list)
     watcher: Watcher | None = None
     guide: Guide | None = None
 
     def append(
-        self, token: int, log_prob: float, version: WeightVersion, likeliest: list[tuple[int, float]]
+        self,
+        token: int,
+        log_prob: float,
+        version: WeightVersion,
+        likeliest: list[tuple[int, float]],
+        kept: list[int],
     ) -> FinishReason | None:
         """Take a sampled token; return why the sequence ends with it, or None.
 
@@ -114,6 +122,7 @@ class Sequence:
             self.span_starts.append((version, len(self.log_probs)))
         self.tokens.append(token)
         self.likeliest.append(likeliest)
+        self.kept.append(kept)
         self.log_probs.append(log_prob)
         if token in self.request.eos_ids:
             return "stop"
@@ -140,4 +149,4 @@ class Sequence:
             for (version, start), end in zip(self.span_starts, ends, strict=False)
         ]
         sampled = self.tokens[len(self.request.prompt_ids) :]
-        return Generation(sampled, self.log_probs, reason, spans, self.likeliest)
+        return Generation(sampled, self.log_probs, reason, spans, self.likeliest, self.kept)

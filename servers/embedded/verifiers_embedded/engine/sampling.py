@@ -32,6 +32,7 @@ class SamplingParameters:
         top_p: keep the fewest likeliest tokens whose probability reaches top_p; 1 keeps all.
         min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
         top_logprobs: how many of the likeliest tokens are reported beside the drawn one.
+        return_mask: report the ids of all tokens that could be drawn, where some could not.
 
     The temperature is applied first, then min_p, top_k and top_p (vLLM's order); what is left is
     renormalised.
@@ -43,6 +44,7 @@ class SamplingParameters:
     top_p: float = 1.0
     min_p: float = 0.0
     top_logprobs: int = 0
+    return_mask: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -58,12 +60,14 @@ class Draw:
     """The tokens of one step, in row order.
 
     `likeliest[i]` is a list of (id, log-probability), the likeliest first, for rows that asked for it; a truncated
-    distribution may hold fewer than were asked for.
+    distribution may hold fewer than were asked for. `kept[i]` are the ids that could be drawn, in rising order, for
+    rows that asked for them; none where all could.
     """
 
     tokens: list[int]
     log_probs: list[float]
     likeliest: list[list[tuple[int, float]]]
+    kept: list[list[int]]
 
 
 def seed_of_choice(seed: int, index: int) -> int:
@@ -152,6 +156,7 @@ class BatchSampler:
         self._noise: torch.Tensor | None = None
         self._tops = [row.top_logprobs for row in rows]
         self._top_rows = [i for i, row in enumerate(rows) if row.top_logprobs]
+        self._mask_rows = [i for i, row in enumerate(rows) if row.return_mask]
         self._limits = upload([[row.top_k, row.top_p, row.min_p] for _, row in truncated], device, torch.float32)
 
     def sample(self, logits_NV: torch.Tensor, noise: Sequence[NoiseStream]) -> Draw:
@@ -175,7 +180,15 @@ class BatchSampler:
         chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
         # One transfer instead of two: on a GPU each .tolist() waits for the device. Ids are exact in float64.
         ids, values = torch.stack([tokens.double(), chosen.double()]).tolist()
-        return Draw([int(value) for value in ids], values, self._likeliest(log_probs))
+        return Draw([int(value) for value in ids], values, self._likeliest(log_probs), self._kept(log_probs))
+
+    def _kept(self, log_probs_NV: torch.Tensor) -> list[list[int]]:
+        kept: list[list[int]] = [[] for _ in self._tops]
+        if self._mask_rows:
+            alive = log_probs_NV[self._mask_rows] > -math.inf
+            for row, ids, is_whole in zip(self._mask_rows, alive, alive.all(1).tolist(), strict=True):
+                kept[row] = [] if is_whole else ids.nonzero()[:, 0].tolist()
+        return kept
 
     def _likeliest(self, log_probs_NV: torch.Tensor) -> list[list[tuple[int, float]]]:
         found: list[list[tuple[int, float]]] = [[] for _ in self._tops]

@@ -35,7 +35,7 @@ def chat_completion(
         choice |= chat_end(request, generation, message, text)
         if request.return_token_ids:
             choice["token_ids"] = generation.token_ids
-        choices.append(choice)
+        choices.append(choice | sampling_mask(request, generation))
     body = head("chatcmpl", "chat.completion", request)
     body |= {"choices": choices, "usage": usage([prompt_ids], generations)}
     if request.return_token_ids:
@@ -67,7 +67,7 @@ def text_completion(
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": generation.token_ids}
         if scored is not None:
             choice["prompt_logprobs"] = prompt_logprobs(text, prompt_ids, scored[index // request.n])
-        choices.append(choice)
+        choices.append(choice | sampling_mask(request, generation))
     body = head("cmpl", "text_completion", request)
     return body | {"choices": choices, "usage": usage([ids for _, ids in prompts], generations)}
 
@@ -87,8 +87,13 @@ def token_generation(request: TokenRequest, generations: Sequence[Generation], t
         choice = {"index": index, "token_ids": generation.token_ids, "logprobs": None}
         if request.wants_logprobs:
             choice["logprobs"] = chat_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
-        choices.append(choice | finish_fields(generation))
+        choices.append(choice | finish_fields(generation) | sampling_mask(request, generation))
     return {"request_id": f"generate-{uuid.uuid4().hex}", "choices": choices, "prompt_logprobs": None}
+
+
+def sampling_mask(request: ChatRequest | TextRequest | TokenRequest, generation: Generation) -> dict[str, Any]:
+    """Return the ids that could be drawn in place of each token, as vLLM names them; none where all could."""
+    return {"sampling_mask": generation.kept} if request.return_sampling_mask else {}
 
 
 def derendered(request: DerenderRequest, model_name: str, text: ChatText) -> dict[str, Any]:

@@ -319,6 +319,7 @@ class Routes:
                     decoding.top_p,
                     decoding.min_p,
                     decoding.top_logprobs,
+                    decoding.return_sampling_mask,
                 ),
                 eos_ids=eos_ids.union(decoding.stop_token_ids),
                 stop=decoding.stop_strings,

@@ -217,6 +217,7 @@ class Decoding(RequestBody):
     seed: Annotated[Whole, Field(description="a whole number")] | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")] = 1
     ignore_eos: Flag = False
+    return_sampling_mask: Flag = False
 
     @property
     def limit(self) -> int | None:
@@ -274,6 +275,10 @@ class Delivery(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def refuse_in_stream(self, name: str, asked: bool) -> None:
+        if asked and self.stream:
+            raise ApiError(f"'{name}' come whole; leave 'stream' out", param=name)
+
 
 class ChatRequest(Conversation, Constrained, Delivery, Decoding):
     """The body of a chat completion."""
@@ -298,6 +303,7 @@ class ChatRequest(Conversation, Constrained, Delivery, Decoding):
                 f"field 'top_logprobs' is {self.top_logprobs}, which needs 'logprobs': true",
                 param="top_logprobs",
             )
+        self.refuse_in_stream("return_sampling_mask", self.return_sampling_mask)
         names, named = self._tool_names, self.named_tool
         if self.tool_choice not in ("auto", "none") and not names:
             raise ApiError(
@@ -370,8 +376,8 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
                 param="best_of",
                 code="unsupported_parameter",
             )
-        if self.prompt_logprobs is not None and self.stream:
-            raise ApiError("'prompt_logprobs' come whole; leave 'stream' out", param="prompt_logprobs")
+        self.refuse_in_stream("prompt_logprobs", self.prompt_logprobs is not None)
+        self.refuse_in_stream("return_sampling_mask", self.return_sampling_mask)
         _ = self.schema_text
         return self
 
@@ -403,9 +409,18 @@ class TokenRequest(Delivery, RequestBody):
     features: Any = only()
     kv_transfer_params: Any = only()
 
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        self.refuse_in_stream("return_sampling_mask", self.return_sampling_mask)
+        return self
+
     @property
     def wants_logprobs(self) -> bool:
         return self.sampling_params.wants_logprobs
+
+    @property
+    def return_sampling_mask(self) -> bool:
+        return self.sampling_params.return_sampling_mask
 
 
 class TokenizeRequest(RequestBody):

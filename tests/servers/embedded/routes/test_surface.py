@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -40,6 +41,58 @@ async def test_alternatives_are_the_models_likeliest_tokens(
         assert [item["logprob"] for item in entry["top_logprobs"]] == pytest.approx(values.tolist(), abs=1e-4)
         expected = [server.text.token(place)[0] for place in places.tolist()]
         assert [item["token"] for item in entry["top_logprobs"]] == expected
+
+
+CUTS = {"top_p": {"top_p": 0.7}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.2}}
+CUTS["all, at a temperature"] = {"top_p": 0.7, "top_k": 5, "min_p": 0.05, "temperature": 1.7}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"])
+async def test_the_tokens_that_each_was_drawn_from_come_with_it(
+    start: Any, model_dir: Any, reference: Any, path: str, cut: str
+) -> None:
+    server = await start()
+    prompt = server.loaded.tokenizer.encode("hello", add_special_tokens=True)
+    asked = {"temperature": 1.0, "return_sampling_mask": True, "max_tokens": 12, "seed": 3, **CUTS[cut]}
+    body = {"model": "m", **asked, "return_token_ids": True}
+    if path.endswith("generate"):
+        body = {"model": "m", "token_ids": prompt, "sampling_params": {**asked, "logprobs": 0}}
+    elif "chat" in path:
+        body |= {"messages": [{"role": "user", "content": "hello"}], "logprobs": True}
+    else:
+        body |= {"prompt": prompt, "logprobs": 0}
+    _, answer = await server.post(path, body)
+    choice = answer["choices"][0]
+    prompt = answer.get("prompt_token_ids") or prompt
+    shown = choice["logprobs"]
+    found = shown.get("token_logprobs") or [entry["logprob"] for entry in shown["content"]]
+    logits = reference.logits(model_dir, prompt + choice["token_ids"])[len(prompt) - 1 : -1]
+    logps = (logits.double() / asked["temperature"]).log_softmax(-1)
+    for row, token, kept, value in zip(logps, choice["token_ids"], choice["sampling_mask"], found, strict=True):
+        order = row.sort(descending=True)
+        is_kept = order.values >= order.values[0] + math.log(asked.get("min_p") or 1e-300)
+        is_kept[asked.get("top_k", len(row)) :] = False
+        left = torch.where(is_kept, order.values.exp(), 0.0)
+        left = left / left.sum()
+        is_kept &= left.cumsum(0) - left < asked.get("top_p", 1.0)
+        assert kept == sorted(order.indices[is_kept].tolist())
+        assert value == pytest.approx(float(row[token] - row[kept].logsumexp(0)), abs=1e-4)
+
+
+async def test_a_mask_does_not_come_in_pieces_nor_unasked(start: Any) -> None:
+    server = await start()
+    body = {"model": "m", "prompt": "hello", "top_k": 2, "max_tokens": 2}
+    _, answer = await server.post("/v1/completions", body)
+    assert "sampling_mask" not in answer["choices"][0]
+    asked = {"return_sampling_mask": True, "stream": True}
+    for path, one in (
+        ("/v1/completions", {**body, **asked}),
+        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}], **asked}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": asked | {"stream": None}, "stream": True}),
+    ):
+        status, refused = await server.post(path, one)
+        assert (status, refused["error"]["param"]) == (400, "return_sampling_mask")
 
 
 async def test_completions_take_text_and_ids_alike(start: Any, model_dir: Any, reference: Any) -> None:
