@@ -349,7 +349,7 @@ def _kept(choice: Mapping[str, Any]) -> Any:
             tops: Any = [list(top.items()) for top in shown["top_logprobs"]]
         else:
             # the id is a field of its own or, where it is asked for, the name
-            named = [[{"token_id": one["token"], **one} for one in entry["top_logprobs"]] for entry in content]
+            named = [[{"token_id": one.get("token"), **one} for one in entry["top_logprobs"]] for entry in content]
             tops = [[(str(one["token_id"]), one["logprob"]) for one in top] for top in named]
         return [[int(name.removeprefix("token_id:")) for name, value in top if value > _LEFT_OUT] for top in tops]
     except (AttributeError, KeyError, TypeError, ValueError):
