@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -175,7 +176,7 @@ def cut_answer(ids: list[int], by_logprobs: bool, kept: list[Any]) -> dict[str, 
     if not by_logprobs:
         return {"choices": [choice | {"sampling_mask": kept}], "prompt_token_ids": [3]}
     for entry, left in zip(content, kept, strict=True):
-        tops = [(one, -1.0) for one in left] + [(99, -9999.0)]
+        tops = [(one, -math.log(len(left))) for one in left] + [(99, -9999.0)]
         entry["top_logprobs"] = [{"token": f"token_id:{one}", "logprob": logprob} for one, logprob in tops]
     return {"choices": [choice], "prompt_token_ids": [3]}
 
@@ -183,10 +184,13 @@ def cut_answer(ids: list[int], by_logprobs: bool, kept: list[Any]) -> dict[str, 
 @pytest.mark.parametrize("by_logprobs", [False, True], ids=["sampling_mask", "vLLM"])
 async def test_the_tokens_that_each_was_drawn_from_are_asked_for_and_kept_with_it(by_logprobs: bool) -> None:
     fake = FakeClient(faults=Fault(200, body=cut_answer([1, 2], by_logprobs, [[1, 5], [2]]), times=1))
-    client = RolloutClient(ClientBackend(fake), model="policy", require_tokens=True, masks_by_logprobs=by_logprobs)
+    source: Any = "logprobs" if by_logprobs else "sampling_mask"
+    client = RolloutClient(ClientBackend(fake), model="policy", require_tokens=True, mask_source=source)
     await ask(client, top_p=0.9, extra_body={"top_k": 3})
     sent = fake.requests[0].body
-    asked = {"top_logprobs": 3, "return_tokens_as_token_ids": True} if by_logprobs else {"return_sampling_mask": True}
+    asked = (
+        {"top_logprobs": 11, "return_tokens_as_token_ids": True} if by_logprobs else {"return_sampling_mask": True}
+    )
     assert {name: sent.get(name) for name in asked} == asked
     (row,), _ = rows_from_turns(client.turns)
     assert (list(row.kept_counts), list(row.kept_ids)) == ([2, 1], [1, 5, 2])
@@ -210,15 +214,37 @@ async def test_between_turns_that_leave_tokens_out_nothing_is_cut() -> None:
 )
 async def test_an_answer_without_the_tokens_it_was_drawn_from_is_a_failed_try(kept: Any) -> None:
     fault = Fault(200, body=cut_answer([1, 2], False, kept), times=3)
-    options: dict[str, Any] = {"require_tokens": True, "retry": QUICK, "vocab_size": 50}
+    options: dict[str, Any] = {
+        "require_tokens": True,
+        "retry": QUICK,
+        "vocab_size": 50,
+        "mask_source": "sampling_mask",
+    }
     client = RolloutClient(ClientBackend(FakeClient(faults=fault)), model="policy", **options)
     with pytest.raises(ProviderError, match=r"sampling_mask|as the tokens that [12] was drawn from"):
         await ask(client, top_p=0.9)
 
 
+@pytest.mark.parametrize(
+    "entry", [{"top_logprobs": []}, {"token_id": 1, "top_logprobs": [{"token_id": 1, "logprob": -1.0}]}]
+)
+async def test_likeliest_tokens_that_are_not_all_that_were_left_are_no_mask(entry: dict[str, Any]) -> None:
+    answer = cut_answer([1], False, [[1]])
+    choice = answer["choices"][0]
+    choice["logprobs"]["content"][0] |= entry
+    del choice["sampling_mask"]
+    for source, message in (("sampling_mask", "without the tokens"), ("logprobs", "probability of 0")):
+        options: dict[str, Any] = {"require_tokens": True, "retry": QUICK, "mask_source": source}
+        fake = FakeClient(faults=Fault(200, body=answer, times=3))
+        with pytest.raises(ProviderError, match=message):
+            await ask(RolloutClient(ClientBackend(fake), model="policy", **options), extra_body={"top_k": 3})
+
+
 async def test_vllm_is_not_asked_for_what_it_cannot_tell(backend: HttpBackend) -> None:
-    client = RolloutClient(backend, model="policy", require_tokens=True, masks_by_logprobs=True)
-    with pytest.raises(ConfigError, match=r"top_p=0\.9, and vLLM tells which tokens that leaves only among top_k"):
+    client = RolloutClient(backend, model="policy", require_tokens=True, mask_source="logprobs")
+    with pytest.raises(
+        ConfigError, match=r"'top_p' of 0\.9, and vLLM tells which tokens that leaves only within a top_k"
+    ):
         await ask(client, top_p=0.9)
 
 

@@ -56,6 +56,15 @@ def test_a_gradient_that_cannot_be_scaled_after_its_last_micro_step_is_not_strea
             check(kind, streaming, experts)
 
 
+def test_what_needs_the_head_in_the_backward_pass_is_refused_where_it_is_gone_by_then(tmp_path: Path) -> None:
+    for given in ({"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5}, {"teacher_url": "u", "teacher_top_k": 4}):
+        args = settings(tmp_path, **given)
+        check(ranks(DistributedType.DEEPSPEED, zero_stage=2), args)
+        check(ranks(DistributedType.FSDP), args)
+        with pytest.raises(ConfigError, match="with ZeRO-3 the head is gone in the backward pass"):
+            check(ranks(DistributedType.DEEPSPEED, zero_stage=3), args)
+
+
 def test_an_eval_set_without_rows_is_refused_before_the_run(tmp_path: Path) -> None:
     rows = [{"question": "1?", "answer": "1"}]
     env = vf.SingleTurnEnv(dataset=rows * 8, eval_dataset=[], rubric=vf.Rubric([len]))

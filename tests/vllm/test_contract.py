@@ -42,8 +42,8 @@ ROUTES = {
 FIELDS = {
     "ChatCompletionRequest": "model messages tools temperature max_tokens seed logprobs top_logprobs "
     f"return_tokens_as_token_ids return_token_ids {' '.join(NEUTRAL_SAMPLING)}",
-    "CompletionRequest": "model prompt temperature max_tokens seed logprobs return_token_ids "
-    f"{' '.join(NEUTRAL_SAMPLING)}",
+    "CompletionRequest": "model prompt temperature max_tokens seed logprobs return_tokens_as_token_ids "
+    f"return_token_ids {' '.join(NEUTRAL_SAMPLING)}",
     "GenerateRequest": "model token_ids sampling_params",
     "LoadLoRAAdapterRequest": "lora_name lora_path",
     "UnloadLoRAAdapterRequest": "lora_name",

@@ -52,7 +52,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # what clients keep beside the message that they were answered, and send back with it
 _KEPT_BY_CLIENTS = frozenset({"annotations", "provider_specific_fields", "thinking_blocks"})
 _LIMITS = ("max_completion_tokens", "max_tokens")
-_TRACE = frozenset({"token_ids", "prompt_token_ids", "weight_versions", "stop_reason", "prompt_logprobs"})
+_TRACE = frozenset(
+    {"token_ids", "prompt_token_ids", "sampling_mask", "weight_versions", "stop_reason", "prompt_logprobs"}
+)
 
 
 class OpenAIWire:

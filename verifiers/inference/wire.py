@@ -11,11 +11,13 @@ a failed try, which the one retry of model calls repeats.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from verifiers.errors import ConfigError
 from verifiers.inference.retry import RetryableError, status_error
@@ -132,22 +134,32 @@ CUTS = ("top_p", "top_k", "min_p")
 """Sampling arguments that leave tokens out; the trainer normalises over those that are kept."""
 
 
-def mask_arguments(fields: Mapping[str, Any], *, by_logprobs: bool) -> dict[str, Any]:
-    """Return what asks a chat call for the ids that each token was drawn from; nothing where none is left out.
+MaskSource = Literal["sampling_mask", "logprobs"]
+"""How a server tells which tokens were left to draw from: by that field, or by its likeliest tokens, as vLLM does."""
+
+_TIES = 8
+"""Alternatives that are asked for beyond `top_k`: vLLM also keeps what is as likely as the last of these."""
+
+
+def mask_fields(fields: Mapping[str, Any], source: MaskSource, vocab_size: int | None = None) -> dict[str, Any]:
+    """Return the fields that ask a chat call for the tokens that were left to draw from; none where nothing is cut.
 
     Args:
         fields: of the call's body.
-        by_logprobs: the server tells them by its likeliest tokens, as vLLM does, of which there are `top_k` at most.
+
+    Raises:
+        ConfigError: vLLM cannot tell them, as there is no `top_k`.
     """
     cut = [name for name in CUTS if unless_neutral(name, fields) is not None]
-    if not cut or not by_logprobs:
+    if not cut or source == "sampling_mask":
         return {"return_sampling_mask": True} if cut else {}
     if "top_k" not in cut:
         raise ConfigError(
-            f"a call of the policy samples with {cut[0]}={fields[cut[0]]!r}, and vLLM tells which tokens that leaves "
-            "only among top_k: set top_k too, such as 100."
+            f"a call of the policy samples with {cut[0]!r} of {fields[cut[0]]!r}, and vLLM tells which tokens that "
+            "leaves only within a top_k: set top_k too, such as 20."
         )
-    return {"top_logprobs": fields["top_k"], "return_tokens_as_token_ids": True}
+    asked = min(int(fields["top_k"]) + _TIES, vocab_size or _LARGEST)
+    return {"top_logprobs": max(asked, fields.get("top_logprobs") or 0), "return_tokens_as_token_ids": True}
 
 
 # Arguments of the SDK's `create` that are about the call, not part of the body.
@@ -295,7 +307,7 @@ class SampledTokens:
         versions: spans of the sampled ids with the version of the weights that sampled them, as vLLM names them.
         usage: as the server counted, else the number of ids.
         refusal: the model's words where it refused, "content_filter" where the server filtered the answer, else None.
-        kept: the ids that each token was drawn from, none where that were all; None where nobody needs them.
+        kept: the ids that each token was drawn from, empty where nothing was left out; None where nobody needs them.
     """
 
     prompt_ids: Sequence[int] | None
@@ -308,7 +320,7 @@ class SampledTokens:
     kept: list[list[int]] | None = None
 
 
-def sampled_tokens(answer: Mapping[str, Any], *, needs_mask: bool = False) -> SampledTokens:
+def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
     """Return the tokens of a chat or text completion that has a choice, given as plain data."""
     choice = answer["choices"][0]
     shown = choice.get("logprobs") or {}
@@ -334,15 +346,12 @@ def sampled_tokens(answer: Mapping[str, Any], *, needs_mask: bool = False) -> Sa
             counted.get("completion_tokens", _length(completion_ids)),
         ),
         refusal=refusal if isinstance(refusal, str) and refusal else filtered,
-        kept=_kept(choice) if needs_mask else None,
     )
 
 
-def _kept(choice: Mapping[str, Any]) -> Any:
-    """Return the ids that each token was drawn from, as they came, or by the likeliest tokens."""
-    mask, shown = choice.get("sampling_mask"), choice.get("logprobs") or {}
-    if mask is not None:
-        return mask
+def _kept_by_logprobs(choice: Mapping[str, Any]) -> list[list[int]] | None:
+    """Return the ids that each token was drawn from, by its likeliest tokens; None where they are not told."""
+    shown = choice.get("logprobs") or {}
     try:
         content = shown.get("content")
         if content is None:
@@ -351,13 +360,23 @@ def _kept(choice: Mapping[str, Any]) -> Any:
             # the id is a field of its own or, where it is asked for, the name
             named = [[{"token_id": one.get("token"), **one} for one in entry["top_logprobs"]] for entry in content]
             tops = [[(str(one["token_id"]), one["logprob"]) for one in top] for top in named]
-        return [[int(name.removeprefix("token_id:")) for name, value in top if value > _LEFT_OUT] for top in tops]
-    except (AttributeError, KeyError, TypeError, ValueError):
+        alive = [
+            {int(name.removeprefix("token_id:")): value for name, value in top if value > _LEFT_OUT} for top in tops
+        ]
+        told = [math.fsum(map(math.exp, each.values())) for each in alive]
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
+    if any(abs(mass - 1) > _MASS for mass in told):
+        raise RetryableError(
+            f"the likeliest tokens that came have a probability of {min(told):.4f} together, and those that were "
+            "left to draw from have 1; give a larger --max-logprobs to vLLM, or a smaller top_k"
+        )
+    return [sorted(each) for each in alive]
 
 
 _LEFT_OUT = -9000.0
 """vLLM's log-prob of a token that was left out is -9999."""
+_MASS = 1e-3
 
 
 def _length(ids: Any) -> int | None:
@@ -590,19 +609,23 @@ def check_tokens(
     needed: bool,
     vocab_size: int | None,
     has_prompt: bool,
-    needs_mask: bool = False,
+    mask_source: MaskSource | None = None,
 ) -> SampledTokens | None:
     """Return the tokens of an answer's first choice, checked, or None where it has no choice.
 
     `needed` refuses an answer without them (training); `has_prompt` says that the route gives the prompt's ids, too;
-    `needs_mask` that tokens were left out, and the trainer has to know which.
+    `mask_source` how to find the tokens that were left to draw from, where some were not.
 
     Raises:
         RetryableError: with what is wrong.
     """
     if not answer.get("choices"):
         return None
-    sampled = sampled_tokens(answer, needs_mask=needs_mask)
+    sampled = sampled_tokens(answer)
+    if mask_source is not None:
+        choice = answer["choices"][0]
+        kept = _kept_by_logprobs(choice) if mask_source == "logprobs" else choice.get("sampling_mask")
+        sampled = dataclasses.replace(sampled, kept=kept)
     given: dict[str, Any] = {"prompt_token_ids": sampled.prompt_ids} if has_prompt else {}
     given |= {"token_ids": sampled.completion_ids, "logprobs": sampled.logprobs}
     missing = [name for name, value in given.items() if value is None]
@@ -611,10 +634,10 @@ def check_tokens(
             f"{url} answered without {' and '.join(missing)}, which training needs; use a server that honours "
             "return_token_ids and logprobs, such as vf-serve or vf-vllm, with no proxy before it that drops fields."
         )
-    if needs_mask and sampled.kept is None:
+    if mask_source is not None and sampled.kept is None:
         raise RetryableError(
             f"{url} answered without the tokens that were left to draw from (sampling_mask), which training with "
-            f"{', '.join(CUTS)} needs; use vf-serve, or vLLM with top_k, or leave them out."
+            f"{', '.join(CUTS)} needs; use vf-serve or vLLM, or leave them out."
         )
     problems = () if missing else _problems(given, sampled.versions, vocab_size or _LARGEST, sampled.kept)
     for problem in problems:
@@ -635,8 +658,9 @@ def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int, k
     if kept is not None:
         sets = kept if isinstance(kept, list) and len(kept) == ids else [kept]
         for drawn, left in zip(given["token_ids"], sets, strict=False):
-            known = isinstance(left, list) and all(type(one) is int and 0 <= one < vocab_size for one in left)
-            if not known or len(sets) != ids or (left and drawn not in left):
+            known = isinstance(left, list) and set(map(type, left)) <= {int}
+            within = known and (not left or (min(left) >= 0 and max(left) < vocab_size and drawn in left))
+            if not within or len(sets) != ids:
                 yield f"{reprlib.repr(left)} as the tokens that {drawn} was drawn from: ids, with it among them"
     after: Any = 0
     for span in spans:

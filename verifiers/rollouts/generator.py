@@ -22,6 +22,7 @@ from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.server_pool import ServerPool, backend_for
 from verifiers.inference.token_in import token_in_for
+from verifiers.inference.wire import MaskSource
 from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
@@ -47,7 +48,7 @@ class AsyncBatchGenerator:
         check_call: of each trained call, given the fields of the sampling arguments that rollouts are given (one
             mapping, of a group of environments one for each) and those of the call; see `RolloutClient`.
         vocab_size: number of token ids that the policy has: an answer with another is a failed try.
-        masks_by_logprobs: see `RolloutClient`.
+        mask_source: see `RolloutClient`.
         teacher: tells of a block's sampled tokens how likely they are to it.
 
     Use as a context manager, or call `start` and `close`. Thread-safe.
@@ -71,7 +72,7 @@ class AsyncBatchGenerator:
         generation: str = "auto",
         check_call: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], None] | None = None,
         vocab_size: int | None = None,
-        masks_by_logprobs: bool = False,
+        mask_source: MaskSource | None = None,
         group_policy: GroupPolicy | None = None,
         teacher: Teacher | None = None,
     ) -> None:
@@ -89,9 +90,9 @@ class AsyncBatchGenerator:
             "rollout_timeout_s": rollout_timeout_s,
             "grading_timeout_s": grading_timeout_s,
             "require_tokens": require_tokens,
-            "check_call": check_call and functools.partial(check_call, _fields_given(env, sampling_args or {})),
+            "check_call": check_call and functools.partial(check_call, fields_given(env, sampling_args or {})),
             "vocab_size": vocab_size,
-            "masks_by_logprobs": masks_by_logprobs,
+            "mask_source": mask_source,
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
         self._group_policy, self._teacher = group_policy, teacher
@@ -366,12 +367,13 @@ class AsyncBatchGenerator:
         )
 
 
-def _fields_given(env: Any, sampling_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def fields_given(env: Any, sampling_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the fields of the sampling arguments that rollouts get, one for each environment of a group."""
     extra = dict(sampling_args.get("extra_body") or {})
     given: list[Mapping[str, Any]] = []
     for member in getattr(env, "envs", None) or ():
         # as a group does: what is given wins over a member's own, also inside extra_body
         own = getattr(member, "sampling_args", None) or {}
         merged = {**own, **sampling_args, "extra_body": {**(own.get("extra_body") or {}), **extra}}
-        given += _fields_given(member, merged)
+        given += fields_given(member, merged)
     return given or [{**sampling_args, **extra}]

@@ -23,12 +23,13 @@ from verifiers.inference.retry import RetryPolicy, retry
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns, completion_by_ids
 from verifiers.inference.wire import (
+    MaskSource,
     RecordedResponse,
     SampledTokens,
     WireObject,
     check_tokens,
     given_arguments,
-    mask_arguments,
+    mask_fields,
     neutral_where_unset,
     plain_data,
     request_body,
@@ -196,8 +197,7 @@ class RolloutClient:
         policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
         check_call: given the body fields of each trained call before anything is sent, where tokens are required;
             raises ConfigError where the trainer assumes another distribution.
-        masks_by_logprobs: the server tells by its likeliest tokens which were left to draw from (vLLM); False for the
-            field `sampling_mask`.
+        mask_source: how the server tells which tokens were left to draw from; None where nobody needs that.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
@@ -221,7 +221,7 @@ class RolloutClient:
         token_in: TokenIn | None = None,
         check_call: Callable[[Mapping[str, Any]], None] | None = None,
         vocab_size: int | None = None,
-        masks_by_logprobs: bool = False,
+        mask_source: MaskSource | None = None,
         group: Hashable = None,
     ) -> None:
         # the turns of one rollout share a prefix, which one of several servers then holds
@@ -235,7 +235,7 @@ class RolloutClient:
         self._tokens = TokenTurns(token_in) if token_in is not None else None
         self._check_call = check_call
         self._vocab_size = vocab_size
-        self._masks_by_logprobs = masks_by_logprobs
+        self._mask_source: MaskSource | None = mask_source
         self._ids = _GrowingIds()
         self._begun = 0
         self._has_asked = False
@@ -415,7 +415,7 @@ class RolloutClient:
                 needed=self._require_tokens,
                 vocab_size=self._vocab_size,
                 has_prompt=path != GENERATE,
-                needs_mask=is_cut,
+                mask_source=self._mask_source if is_cut else None,
             )
             return _Sampled(response, tokens, version)
 
@@ -453,7 +453,8 @@ class RolloutClient:
             extra |= neutral_where_unset(arguments, extra)
             # a keyword that the SDK does not know goes into extra_body, which every backend understands
             extra["return_token_ids"] = True
-            mask = mask_arguments({**arguments, **extra}, by_logprobs=self._masks_by_logprobs)
+            if self._mask_source is not None:
+                mask = mask_fields({**arguments, **extra}, self._mask_source, self._vocab_size)
             if path != CHAT and "top_logprobs" in mask:
                 mask["logprobs"] = mask.pop("top_logprobs")
             extra |= mask
@@ -540,9 +541,11 @@ def _append_turn(row: TokenSequence, environment_ids: Sequence[int], turn: Turn)
     """Append what the environment wrote, seen by the policy and without loss, and what the policy then sampled."""
     written, sampled = len(environment_ids), len(turn.completion_ids)
     if turn.kept_counts or row.kept_counts:
-        row.kept_counts += [0] * (len(row.completion_ids) + written - len(row.kept_counts))
-        row.kept_counts += turn.kept_counts or [0] * sampled
-        row.kept_ids += turn.kept_ids
+        before = len(row.completion_ids) + written - len(row.kept_counts)
+        counts = turn.kept_counts or [0] * sampled
+        row.kept_counts, row.kept_ids = array("i", row.kept_counts), array("i", row.kept_ids)
+        row.kept_counts.extend([*[0] * before, *counts])
+        row.kept_ids.extend(turn.kept_ids)
     row.completion_ids += [*environment_ids, *turn.completion_ids]
     row.loss_mask += [0] * written + [1] * sampled
     row.logprobs += [0.0] * written + list(turn.logprobs)

@@ -50,7 +50,8 @@ class Turn:
         newest_version: the version when the answer ended, where that is another than when it began and the server
             reports no version of single tokens; `versions` then holds the one at the beginning.
         role: of `client.role(name)`; None for the rollout's own client.
-        kept_counts, kept_ids: how many ids each token was drawn from, 0 for all, and these; none where it were all.
+        kept_counts, kept_ids: how many ids each token was drawn from, 0 for all, and these; empty where nothing was
+            left out.
     """
 
     prompt_ids: Sequence[int]
@@ -94,9 +95,9 @@ class TokenSequence:
     teacher_logprobs: MutableSequence[float] = field(default_factory=list)
     teacher_ids: MutableSequence[int] = field(default_factory=list)
     teacher_ids_logprobs: MutableSequence[float] = field(default_factory=list)
+    role: str | None = None
     kept_counts: MutableSequence[int] = field(default_factory=list)
     kept_ids: MutableSequence[int] = field(default_factory=list)
-    role: str | None = None
     turn_lengths: dict[int, int] = field(default_factory=dict)
 
     def pack(self) -> None:

@@ -26,6 +26,7 @@ from verifiers.inference.endpoint import Backend
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn
+from verifiers.inference.wire import MaskSource
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.teacher import Teacher
@@ -121,7 +122,7 @@ class Run:
         limiter: what may be in flight at once; share it to bound several runs together.
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
-        check_call: of each trained call where tokens are required; see `RolloutClient`, also for `masks_by_logprobs`.
+        check_call: of each trained call where tokens are required; see `RolloutClient`, also for `mask_source`.
         teacher: tells how likely the tokens of rollouts that were played are to it, before they are scored.
         on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
@@ -141,7 +142,7 @@ class Run:
     token_in: TokenIn | None = None
     check_call: Callable[[Mapping[str, Any]], None] | None = None
     vocab_size: int | None = None
-    masks_by_logprobs: bool = False
+    mask_source: MaskSource | None = None
     teacher: Teacher | None = None
     on_end: Callable[[Rollout], None] | None = None
     on_rollout: Callable[[Rollout], None] | None = None
@@ -177,7 +178,7 @@ class Run:
                 token_in=self.token_in,
                 check_call=self.check_call,
                 vocab_size=self.vocab_size,
-                masks_by_logprobs=self.masks_by_logprobs,
+                mask_source=self.mask_source,
                 group=(request.key.block_id, request.key.example_id),
             )
         return client

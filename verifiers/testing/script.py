@@ -242,6 +242,9 @@ def _choice(
             choice["logprobs"] = _completion_logprobs(sampled.ids)
     if token_ids and body.get("return_token_ids"):
         choice["token_ids"] = sampled.ids
+        if body.get("return_sampling_mask"):
+            # nothing is left out of a script
+            choice["sampling_mask"] = [[] for _ in sampled.ids]
         choice["weight_versions"] = [{"version": str(version), "start": 0, "end": len(sampled.ids)}]
         if "messages" not in body:
             choice["prompt_token_ids"] = prompt

@@ -458,7 +458,7 @@ def refuse_processes(args: Any, accelerator: Any, *, experts: bool) -> None:
     Args:
         experts: the loss has the router's term of a mixture of experts.
     """
-    kind = accelerator.distributed_type
+    kind, is_cut = accelerator.distributed_type, any(unless_neutral(name, vars(args)) is not None for name in CUTS)
     plugin = accelerator.state.deepspeed_plugin if kind == "DEEPSPEED" else None
     splits_parameters = kind == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
     _refuse(
@@ -472,6 +472,11 @@ def refuse_processes(args: Any, accelerator: Any, *, experts: bool) -> None:
                 args.rollout_device is not None and splits_parameters,
                 f"rollout_device={args.rollout_device!r} copies weights inside of one process, and here each holds a "
                 "part of them; leave it out and start a rollout server (vf-vllm, vf-serve).",
+            ),
+            (
+                kind == "DEEPSPEED" and splits_parameters and (args.teacher_top_k > 0 or is_cut),
+                "with ZeRO-3 the head is gone in the backward pass, where teacher_top_k, top_p, top_k and min_p need "
+                "it; leave them out, or use FSDP or ZeRO-2.",
             ),
             (
                 args.streaming and experts,

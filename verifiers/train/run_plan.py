@@ -183,8 +183,8 @@ def training_sampling_args(env: Any, args: GRPOConfig) -> dict[str, Any]:
     """Return the OpenAI sampling arguments of training rollouts: the environment's, then the trainer's.
 
     Raises:
-        ConfigError: the environment fixes a temperature that the trainer does not share, or cuts or shifts the
-            sampler's distribution, which importance sampling would treat as another policy.
+        ConfigError: the environment fixes a temperature that the trainer does not share, or shifts the sampler's
+            distribution, which importance sampling would treat as another policy.
     """
     for member in getattr(env, "envs", None) or ():
         # a group's environments add what they were given to each call

@@ -185,9 +185,9 @@ def test_a_micro_batch_without_labels_has_a_gradient_of_zero() -> None:
     assert all(not gradient.any() for gradient in gradients(model).values())
 
 
-def kept_tokens(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return sets of 1 to 6 tokens around each label, of some none, filled up with -1 (5, 10, 6); and as masks."""
-    draw, ids = torch.Generator().manual_seed(2), torch.full((5, 10, 6), -1)
+def kept_tokens(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 1 to 6 tokens around each label, of some labels none: their numbers (5, 10), their ids, and masks."""
+    draw, counts, ids = torch.Generator().manual_seed(2), torch.zeros(5, 10, dtype=torch.int32), []
     mask = torch.ones(5, 10, WORDS, dtype=torch.bool)
     for row, place in itertools.product(range(5), range(10)):
         label = int(batch["labels"][row, place])
@@ -195,21 +195,22 @@ def kept_tokens(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             continue
         others = [one for one in torch.randperm(WORDS, generator=draw).tolist() if one != label]
         kept = sorted([label, *others[: (row + place) % 6]])
-        ids[row, place, : len(kept)] = torch.tensor(kept)
+        counts[row, place] = len(kept)
+        ids += kept
         mask[row, place] = torch.isin(torch.arange(WORDS), torch.tensor(kept))
-    return ids.int(), mask[:, 1:]
+    return counts, torch.tensor(ids, dtype=torch.int32), mask[:, 1:]
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("kind", ["plain", "tied", "soft cap", "logit_scale", "bias"])
 def test_over_the_tokens_that_were_kept_values_and_gradients_are_those_of_the_cut_logits(kind: str) -> None:
     model, batch = make_model(kind), make_batch()
-    ids, mask = kept_tokens(batch)
+    counts, ids, mask = kept_tokens(batch)
     logps, entropies, _ = from_whole_logits(model, batch, mask)
     objective(logps, entropies, None).backward()
     expected = gradients(model)
     fuse_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
-    found = model(**batch, kept=ids, fused_lm_head=True)
+    found = model(**batch, kept_counts=counts, kept_ids=ids, fused_lm_head=True)
     torch.testing.assert_close(found.log_probs, logps, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.entropy, entropies, atol=1e-5, rtol=1e-5)
     objective(found.log_probs, found.entropy, None).backward()
@@ -219,7 +220,8 @@ def test_over_the_tokens_that_were_kept_values_and_gradients_are_those_of_the_cu
     whole = make_batch()
     cut = {"prompt_ids": whole["input_ids"][:, :4], "completion_ids": whole["input_ids"][:, 4:]}
     cut |= {"prompt_mask": whole["attention_mask"][:, :4], "completion_mask": whole["attention_mask"][:, 4:]}
-    copied = log_probs_of_copy(make_model(kind), cut | {"kept_ids": ids[:, 4:]}, TEMPERATURE, batch_size=2)
+    cut |= {"kept_counts": counts[:, 4:], "kept_ids": ids}
+    copied = log_probs_of_copy(make_model(kind), cut, TEMPERATURE, batch_size=2)
     real = cut["completion_mask"].bool()
     torch.testing.assert_close(copied[real], logps.detach()[:, 3:][real], atol=1e-5, rtol=1e-5)
 

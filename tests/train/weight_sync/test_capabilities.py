@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from verifiers.train.weight_sync.capabilities import (
     old_server,
     read_capabilities,
 )
+from verifiers.train.weight_sync.publisher import WeightPublisher
 
 COMPLETE = Capabilities(
     root="http://127.0.0.1:1",
@@ -78,7 +80,6 @@ def test_a_server_that_says_nothing_is_not_refused_for_it() -> None:
     ("found", "options", "flag"),
     [
         (changed(log_probs_mode="raw_logprobs"), {}, "--logprobs-mode processed_logprobs"),
-        (changed(max_logprobs=20), {"top_k": 50}, "tells 20 of a token's likeliest, .*--max-logprobs 50"),
         (changed(models=("a", "b")), {}, r"'a', 'b', not 'policy'.*--served-model-name policy"),
         (changed(sample_ids=(1, 2)), {}, "encodes a sample as 2 tokens and the trainer's as 3.*--tokenizer"),
         (changed(sample_ids=(1, 2, 4)), {}, "or as other ones"),
@@ -129,6 +130,20 @@ def test_the_launcher_and_the_trainer_know_the_same_oldest_vllm() -> None:
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(WeightSyncError, match=r"processed_logprobs.*; .*max-model-len"):
         check(changed(log_probs_mode="raw_logprobs", max_model_len=9))
+
+
+def test_sampling_whose_tokens_vllm_cannot_tell_is_refused_before_anything_is_sampled() -> None:
+    vllm: Any = SimpleNamespace(mask_source="logprobs", _max_logprobs=20, vocab_size=1000)
+    embedded: Any = SimpleNamespace(mask_source="sampling_mask", _max_logprobs=-1, vocab_size=1000)
+    for sampled in ({}, {"top_k": 12}, {"top_k": 12, "top_p": 0.9}, {"top_p": 1.0, "top_k": -1}):
+        WeightPublisher.require_masks(vllm, [sampled])
+    for sampled, message in (
+        ({"top_p": 0.9}, "'top_p' of 0.9, and vLLM tells .* only within a top_k: set top_k too"),
+        ({"top_k": 50}, "at most 20 log-probs a token, and it takes 58 .*--max-logprobs 58"),
+    ):
+        WeightPublisher.require_masks(embedded, [sampled])
+        with pytest.raises(ConfigError, match=message):
+            WeightPublisher.require_masks(vllm, [{}, sampled])
 
 
 class _Vllm(BaseHTTPRequestHandler):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -116,8 +117,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
         - `advantages` (R, C), float32: of each sampled token; 0.0 off them
         - `teacher_logps` (R, C), float32: a teacher's, where there is one; and `teacher_ids` and `teacher_ids_logps`
           (R, C, K), where its K likeliest tokens were asked for; 0 off the sampled tokens
-        - `kept_ids` (R, C, K), int32: the ids that each token was drawn from, filled up with -1, which alone stands
-          for all of them; only where the sampler left any out
+        - `kept_counts` (R, C), int32: how many ids each token was drawn from, 0 for all; and `kept_ids`, these of one
+          token after another, row by row; only where the sampler left any out
         - `ce_mask` (R, C): 1 on tokens that are trained by cross-entropy, where there are any
         - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a row without a rollout),
           `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool
@@ -168,11 +169,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
             given[name][loss_mask_RC.bool()] = values_NK
     if any(row.kept_ids for row in rows):
         counts = (row.kept_counts or [0] * len(row.loss_mask) for row in rows)
-        counts_RC1 = of_completions(counts, torch.int64).unsqueeze(-1)
-        is_kept_RCK = torch.arange(int(counts_RC1.max())) < counts_RC1
-        given["kept_ids"] = torch.full(is_kept_RCK.shape, -1, dtype=torch.int32)
-        kept_ids = [one for row in rows for one in row.kept_ids]
-        given["kept_ids"][is_kept_RCK] = torch.tensor(kept_ids, dtype=torch.int32)
+        given["kept_counts"] = of_completions(counts, torch.int32)
+        given["kept_ids"] = torch.cat([torch.from_numpy(np.array(row.kept_ids, np.int32)) for row in rows])
     return given | {
         "prompt_ids": _pad(kept, "left"),
         "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], "left"),

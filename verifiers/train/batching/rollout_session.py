@@ -18,7 +18,7 @@ from verifiers.inference.endpoint import Backend
 from verifiers.inference.wire import refuse_biased_call
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import BatchRequest, GroupPolicy
-from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.rollouts.generator import AsyncBatchGenerator, fields_given
 from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.rollouts.teacher import Teacher
 from verifiers.train.batching.advantages import has_zero_variance
@@ -81,6 +81,7 @@ class RolloutSession:
             zero_truncated_completions=args.zero_truncated_completions,
             by_turn=args.turn_discount is not None,
         )
+        publisher.require_masks(fields_given(self._envs[0], self._sampling_args))
         teacher = None
         if args.teacher_url:
             teacher = Teacher(
@@ -109,7 +110,7 @@ class RolloutSession:
             generation=args.generation,
             check_call=functools.partial(refuse_biased_call, args.temperature),
             vocab_size=publisher.vocab_size,
-            masks_by_logprobs=publisher.masks_by_logprobs,
+            mask_source=publisher.mask_source,
             group_policy=GroupPolicy(
                 retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
             ),

@@ -2,7 +2,7 @@
 
 It also keeps blocks that are generated but not yet trained: they were sampled from weights that are gone, and a
 resumed run trains on what the uninterrupted one would have. The sampled tokens are exact for any server, and smaller
-than the weights: some 30 bytes a token, against 2 bytes a parameter and version.
+than the weights: some 30 bytes a token (and 8 for each it was drawn from), against 2 bytes a parameter and version.
 """
 
 from __future__ import annotations
@@ -299,9 +299,9 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
                 list(row.teacher_logprobs),
                 list(row.teacher_ids),
                 list(row.teacher_ids_logprobs),
+                row.role,
                 list(row.kept_counts),
                 list(row.kept_ids),
-                row.role,
                 list(row.turn_lengths.items()),
             ]
             for row in rollout.rows

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def head_log_probs(
     temperature: float,
     outputs: tuple[str, ...] = ("log_probs",),
     others_NK: Tensor | None = None,
-    kept_NK: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return log-probs (N,) of tokens in float32, their distributions' entropies (N,), and those (N, K) of others.
 
@@ -58,8 +58,7 @@ def head_log_probs(
         temperature: divides the logits.
         outputs: "entropy" among them asks for entropies.
         others_NK: other tokens at the same positions.
-        kept_NK: the tokens that each was drawn from, filled up with -1; the distribution is that over these, and over
-            all where there is none. Not with `others_NK`.
+        kept: the tokens that each was drawn from. The distribution is that over these; over all where there are none.
     """
     head = model.get_output_embeddings()
     weight, bias = head.weight, head.bias
@@ -74,40 +73,59 @@ def head_log_probs(
     scale, cap = _logit_scale_and_cap(model.config)
     found = ChunkedLogProbFunction.apply(states_NH, weight, bias, ids_N, temperature, words, cap, scale, outputs)
     logps_N, entropy_N = found[:2]
-    if kept_NK is not None:
-        others_NK = kept_NK.clamp(min=0).long()
-    if others_NK is None:
+    if others_NK is None and kept is None:
         return logps_N, entropy_N, None
 
-    def logits(states_NH: Tensor, ids_NK: Tensor) -> Tensor:
-        found_NK = torch.einsum("nh,nkh->nk", states_NH.float(), weight[ids_NK].float())
-        found_NK = (found_NK if bias is None else found_NK + bias[ids_NK]) * scale
-        return (found_NK if cap is None else cap * (found_NK / cap).tanh()) / temperature
+    def logits(places_P: Tensor, ids_P: Tensor, states_NH: Tensor) -> Tensor:
+        found_P = (states_NH[places_P].float() * weight[ids_P].float()).sum(-1)
+        found_P = (found_P if bias is None else found_P + bias[ids_P]) * scale
+        return (found_P if cap is None else cap * (found_P / cap).tanh()) / temperature
 
-    # a row of the weight for each of them, gathered again in the backward pass; what a token's logit has more than
-    # the label's, its log-prob has more
+    def logits_of(places_P: Tensor, ids_P: Tensor) -> Tensor:
+        # a row of the weight for each of them, gathered again in the backward pass
+        size = max(1, _GATHERED // weight.shape[1])
+        parts = zip(places_P.split(size), ids_P.split(size), strict=True)
+        return torch.cat([checkpoint(logits, *part, states_NH, use_reentrant=False) for part in parts])
+
+    if kept is not None:
+        kept = kept.to(weight.device)
+        return *_among(kept, ids_N, logits_of(kept.places_P, kept.ids_P), logps_N, entropy_N), None
+    assert others_NK is not None
     ids_NK = torch.cat([ids_N[:, None], others_NK.to(weight.device)], 1)
-    tokens = max(1, _GATHERED // (ids_NK.shape[1] * weight.shape[1]))
-    parts = zip(states_NH.split(tokens), ids_NK.split(tokens), strict=True)
-    logits_NK = torch.cat([checkpoint(logits, *part, use_reentrant=False) for part in parts])
-    found_NK = logits_NK[:, 1:] - logits_NK[:, :1] + logps_N[:, None]
-    return (logps_N, entropy_N, found_NK) if kept_NK is None else _among(kept_NK, logps_N, entropy_N, found_NK)
+    places_NK = torch.arange(len(ids_NK), device=weight.device)[:, None].expand_as(ids_NK)
+    logits_NK = logits_of(places_NK.flatten(), ids_NK.flatten()).view_as(ids_NK)
+    # what a token's logit has more than the label's, its log-prob has more
+    return logps_N, entropy_N, logits_NK[:, 1:] - logits_NK[:, :1] + logps_N[:, None]
+
+
+class Kept(NamedTuple):
+    """The tokens that each of N was drawn from, as P pairs of its place and an id, place by place."""
+
+    places_P: Tensor
+    ids_P: Tensor
+
+    @classmethod
+    def of_counts(cls, counts_N: Tensor, ids_P: Tensor) -> Kept:
+        return cls(torch.repeat_interleave(torch.arange(len(counts_N)), counts_N.cpu()), ids_P.long())
+
+    def to(self, device: torch.device) -> Kept:
+        return Kept(*(one.to(device) for one in self))
 
 
 def _among(
-    kept_NK: Tensor, logps_N: Tensor, entropy_N: Tensor | None, kept_logps_NK: Tensor
-) -> tuple[Tensor, Tensor | None, None]:
-    """Normalise log-probs over the tokens that were kept, where some were left out."""
-    is_kept_NK = kept_NK.to(logps_N.device) >= 0
-    is_cut_N = is_kept_NK.any(1)
-    # rows of which nothing is cut stay finite, and count nothing
-    inside_NK = kept_logps_NK.masked_fill(~is_kept_NK & is_cut_N[:, None], -torch.inf)
-    mass_N = inside_NK.logsumexp(1)
+    kept: Kept, ids_N: Tensor, logits_P: Tensor, logps_N: Tensor, entropy_N: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies over the tokens that were kept, and those given where that are all."""
+    places_P, zeros_N = kept.places_P, torch.zeros_like(logps_N)
+    is_cut_N = zeros_N.bool().index_fill(0, places_P, True)
+    most_N = zeros_N.scatter_reduce(0, places_P, logits_P.detach(), "amax", include_self=False)
+    sums_N = zeros_N.index_add(0, places_P, (logits_P - most_N[places_P]).exp())
+    total_N = torch.where(is_cut_N, sums_N, 1.0).log() + most_N
+    own_P = logits_P - total_N[places_P]
+    drawn_N = zeros_N.index_add(0, places_P, torch.where(kept.ids_P == ids_N[places_P], own_P, 0.0))
     if entropy_N is not None:
-        parts_NK = torch.where(is_kept_NK, kept_logps_NK - mass_N[:, None], 0.0)
-        own_N = -(torch.where(is_kept_NK, parts_NK.exp(), 0.0) * parts_NK).sum(1)
-        entropy_N = torch.where(is_cut_N, own_N, entropy_N)
-    return torch.where(is_cut_N, logps_N - mass_N, logps_N), entropy_N, None
+        entropy_N = torch.where(is_cut_N, zeros_N.index_add(0, places_P, -own_P.exp() * own_P), entropy_N)
+    return torch.where(is_cut_N, drawn_N, logps_N), entropy_N
 
 
 def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
@@ -155,7 +173,8 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(*args, **kwargs)
-        labels_RT, *more_RTK = kwargs.pop("labels")[:, 1:], kwargs.pop("others", None), kwargs.pop("kept", None)
+        labels_RT, others_RTK = kwargs.pop("labels")[:, 1:], kwargs.pop("others", None)
+        counts_RT, kept_ids = (kwargs.pop(name, None) for name in ("kept_counts", "kept_ids"))
         # the body and the head are looked up in each call: FSDP and PEFT replace them
         body = self.base_model(*args, **{**kwargs, "use_cache": False})
         # a model that is spread over devices takes its labels on the first and may end on another
@@ -172,8 +191,11 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
             precision = torch.autocast(states_NH.device.type, enabled=False)
         head = self.get_output_embeddings()
         with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
-            more_NK = (one if one is None else one[:, 1:].to(scored_RT.device)[scored_RT] for one in more_RTK)
-            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs, *more_NK)
+            others_NK, counts_N = (
+                None if one is None else one[:, 1:].to(scored_RT.device)[scored_RT] for one in (others_RTK, counts_RT)
+            )
+            kept = None if counts_N is None else Kept.of_counts(counts_N, kept_ids)
+            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs, others_NK, kept)
         # masked_scatter keeps a micro-batch without any label connected to the model's parameters
         logps, entropies, others = (None if one is None else _scattered(one, scored_RT) for one in found)
         output = FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(self, body, kwargs))
@@ -262,10 +284,12 @@ class PolicyLogprobs:
             options["output_router_logits"] = True
         elif (shared := batch.get(SHARED_ROWS)) is not None:
             options = shared.to(device).inputs()
-        for name, option in (("teacher_ids", "others"), ("kept_ids", "kept")):
-            if name in batch:
-                before = (0, 0, ids_RT.shape[1] - width, 0)
-                options[option] = torch.nn.functional.pad(batch[name].to(device), before, value=-1)
+        before = ids_RT.shape[1] - width
+        if "teacher_ids" in batch:
+            options["others"] = torch.nn.functional.pad(batch["teacher_ids"].to(device), (0, 0, before, 0))
+        if "kept_ids" in batch:
+            options["kept_counts"] = torch.nn.functional.pad(batch["kept_counts"].to(device), (before, 0))
+            options["kept_ids"] = batch["kept_ids"].to(device)
         with self._accelerator.autocast():
             found = model(labels=labels_RT, fused_lm_head=True, **options)
         entropy_RC = None if found.entropy is None else found.entropy[:, -width:]
@@ -278,9 +302,9 @@ class PolicyLogprobs:
         was_training, size, parts = model.training, self._batch_size, [batch]
         if size is not None and size < len(batch["completion_ids"]):
             sides = [f"{side}_{kind}" for side in ("prompt", "completion") for kind in ("ids", "mask")]
-            sides += ["kept_ids"] * ("kept_ids" in batch)
             columns = zip(*(batch[name].split(size) for name in sides), strict=True)
             parts = [dict(zip(sides, column, strict=True)) for column in columns]
+            parts = [{**part, **kept} for part, kept in zip(parts, split_kept(batch, size), strict=False)]
         model.eval()
         try:
             return torch.cat([self.score(model, part).logps_RC for part in parts])
@@ -323,23 +347,32 @@ class PolicyLogprobs:
         return logps
 
 
+def split_kept(batch: Mapping[str, Tensor], rows: int) -> Iterator[dict[str, Tensor]]:
+    """Yield `kept_counts` and `kept_ids` of so many rows after another; without end nothing, where there are none."""
+    if "kept_ids" not in batch:
+        yield from itertools.repeat({})
+    counts = batch["kept_counts"].split(rows)
+    for part, ids in zip(counts, batch["kept_ids"].split([int(one.sum()) for one in counts]), strict=True):
+        yield {"kept_counts": part, "kept_ids": ids}
+
+
 @torch.no_grad()
 def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float, batch_size: int) -> Tensor:
     """Return the log-probs (R, C) of a micro-batch's completions by a plain causal language model, on its device.
 
     Args:
-        batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C), and `kept_ids` (R, C, K)
-            where tokens were left out.
+        batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C), and `kept_counts` (R, C)
+            and `kept_ids` where tokens were left out.
         batch_size: rows in one forward pass.
     """
     ids_RT, mask_RT = (whole.to(copy.device) for whole in whole_rows(batch))
     width = batch["completion_ids"].size(1)
     found = []
-    kept = batch["kept_ids"].to(copy.device).split(batch_size) if "kept_ids" in batch else itertools.repeat(None)
-    for ids, mask, kept_rck in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), kept, strict=False):
+    parts = zip(ids_RT.split(batch_size), mask_RT.split(batch_size), split_kept(batch, batch_size), strict=False)
+    for ids, mask, part in parts:
         body = copy.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
         states = body.last_hidden_state[:, -width - 1 : -1].flatten(0, 1)
-        kept_NK = None if kept_rck is None else kept_rck.flatten(0, 1)
-        logps, *_ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature, kept_NK=kept_NK)
+        kept = Kept.of_counts(part["kept_counts"].flatten(), part["kept_ids"]) if part else None
+        logps, *_ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature, kept=kept)
         found.append(logps.view(len(ids), width))
     return torch.cat(found)

@@ -30,7 +30,7 @@ class Capabilities:
         software: "vLLM", or None.
         max_model_len: longest prompt and completion together, in tokens.
         log_probs_mode: vLLM's; "processed_logprobs" is what training needs.
-        max_logprobs: most of a token's likeliest that it tells; -1 for all.
+        max_logprobs: most log-probs that it returns for a token; -1 for all.
         max_lora_rank: largest rank of an adapter; 0 where adapters are off.
         transfer_backend: of vLLM's weight transfer, such as "nccl"; "" where it is off.
         loads_adapters: the route for adapters is there.
@@ -102,7 +102,6 @@ def check_capabilities(
     encode: Callable[[str], Sequence[int]] | None = None,
     needed_tokens: int | None = None,
     longest_row: int | None = None,
-    top_k: int = 0,
 ) -> None:
     """Refuse a server that cannot be trained against, before anything is sampled.
 
@@ -112,7 +111,6 @@ def check_capabilities(
         encode: the trainer's tokenizer, without special tokens.
         needed_tokens: the longest prompt that is known, and the longest completion, together.
         longest_row: number of the training row with that prompt.
-        top_k: of training rollouts.
 
     Raises:
         WeightSyncError: names everything that is missing, each with what gives it.
@@ -124,11 +122,6 @@ def check_capabilities(
         missing.append(
             f"its log-probs are {found.log_probs_mode}, not those of the distribution it samples from; start it with "
             "--logprobs-mode processed_logprobs"
-        )
-    if found.max_logprobs is not None and -1 < found.max_logprobs < top_k:
-        missing.append(
-            f"it tells {found.max_logprobs} of a token's likeliest, by which it is known what top_k={top_k} leaves; "
-            f"start it with --max-logprobs {top_k}"
         )
     if model is not None and found.models and model not in found.models:
         missing.append(

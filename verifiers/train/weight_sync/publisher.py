@@ -14,6 +14,7 @@ from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, WeightProbeError, WeightSyncError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_pool import ServerPool, backend_for, each_server
+from verifiers.inference.wire import MaskSource, mask_fields
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
 from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
@@ -113,8 +114,9 @@ class WeightPublisher:
         self._client_given = client is not None
         self._check = check
         self._pool: ServerPool | None = None
-        # see `RolloutClient`; known once the servers are connected
-        self.masks_by_logprobs = False
+        # see `RolloutClient`; known once the servers are connected, as is how many log-probs they tell
+        self.mask_source: MaskSource = "sampling_mask"
+        self._max_logprobs = -1
         self._pushes = 0
         self._repeated_loads = 0
         if args.drain_before_sync is False:
@@ -168,7 +170,8 @@ class WeightPublisher:
         for server in pool.servers:
             found = pool.run(read_capabilities(server), _DESCRIBE_S)
             self._check.note_dtype(found.dtype)
-            self.masks_by_logprobs = found.software == "vLLM"
+            if found.software == "vLLM":
+                self.mask_source, self._max_logprobs = "logprobs", found.max_logprobs or 0
             check_capabilities(
                 found,
                 missing=self.sync.missing_at(found, _adapter_rank(self._weights.model)),
@@ -177,7 +180,22 @@ class WeightPublisher:
                 encode=lambda text: self._tokenizer.encode(text, add_special_tokens=False),
                 needed_tokens=needed,
                 longest_row=longest,
-                top_k=self._args.top_k,
+            )
+
+    def require_masks(self, sampled: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse sampling whose tokens that are left to draw from the servers cannot tell.
+
+        Args:
+            sampled: the fields of the sampling arguments, one for each environment.
+
+        Raises:
+            ConfigError: tokens are cut, and what is missing for that.
+        """
+        needed = max(mask_fields(one, self.mask_source, self.vocab_size).get("top_logprobs", 0) for one in sampled)
+        if -1 < self._max_logprobs < needed:
+            raise ConfigError(
+                f"the rollout server returns at most {self._max_logprobs} log-probs a token, and it takes {needed} to "
+                f"know which tokens top_k leaves; start it with --max-logprobs {needed}."
             )
 
     def _longest_row(self) -> tuple[int | None, int | None]:

@@ -8,6 +8,7 @@ rounding, while it moves every border of a cumulative distribution.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,8 +187,10 @@ class BatchSampler:
         kept: list[list[int]] = [[] for _ in self._tops]
         if self._mask_rows:
             alive = log_probs_NV[self._mask_rows] > -math.inf
-            for row, ids, is_whole in zip(self._mask_rows, alive, alive.all(1).tolist(), strict=True):
-                kept[row] = [] if is_whole else ids.nonzero()[:, 0].tolist()
+            alive &= ~alive.all(1, keepdim=True)
+            counts, ids = alive.sum(1).tolist(), iter(alive.nonzero()[:, 1].tolist())
+            for row, count in zip(self._mask_rows, counts, strict=True):
+                kept[row] = list(itertools.islice(ids, count))
         return kept
 
     def _likeliest(self, log_probs_NV: torch.Tensor) -> list[list[tuple[int, float]]]:

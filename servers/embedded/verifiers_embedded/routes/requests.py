@@ -277,7 +277,7 @@ class Delivery(Body):
 
     def refuse_in_stream(self, name: str, asked: bool) -> None:
         if asked and self.stream:
-            raise ApiError(f"'{name}' come whole; leave 'stream' out", param=name)
+            raise ApiError(f"'{name}' is answered as a whole; leave 'stream' out", param=name)
 
 
 class ChatRequest(Conversation, Constrained, Delivery, Decoding):
