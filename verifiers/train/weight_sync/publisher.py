@@ -194,8 +194,8 @@ class WeightPublisher:
         needed = max(mask_fields(one, self.mask_source, self.vocab_size).get("top_logprobs", 0) for one in sampled)
         if -1 < self._max_logprobs < needed:
             raise ConfigError(
-                f"the rollout server returns at most {self._max_logprobs} log-probs a token, and it takes {needed} to "
-                f"know which tokens top_k leaves; start it with --max-logprobs {needed}."
+                f"the rollout server returns at most {self._max_logprobs} log-probs a token, and it takes {needed} "
+                f"to know which tokens top_k leaves; start it with --max-logprobs {needed}."
             )
 
     def _longest_row(self) -> tuple[int | None, int | None]:
