@@ -72,15 +72,19 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed
 
 clients: $(CLIENTS)/.installed
 
-# a venv of their own: litellm and inspect-ai want other versions than ours, and aider and MLflow want others than they.
+# a venv of their own: litellm and inspect-ai want other versions than ours, and aider and MLflow want others than they;
+# OpenEnv asks for gradio, which its client does not need.
 # Agents of npm come where it is; two of them are put in place by scripts, which npm leaves to who installs
-$(CLIENTS)/.installed: requirements-clients.txt requirements-agents.txt
+$(CLIENTS)/.installed: requirements-clients.txt requirements-agents.txt tests/clients/openenv.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt
 	test -x $(CLIENTS)/aider/bin/python || $(PYTHON) -m venv $(CLIENTS)/aider
 	$(CLIENTS)/aider/bin/python -m pip install --quiet --disable-pip-version-check aider-chat==0.86.2
 	test -x $(CLIENTS)/mlflow/bin/python || $(PYTHON) -m venv $(CLIENTS)/mlflow
 	$(CLIENTS)/mlflow/bin/python -m pip install --quiet --disable-pip-version-check mlflow==3.17.2
+	test -x $(CLIENTS)/openenv/bin/python || $(PYTHON) -m venv $(CLIENTS)/openenv
+	$(CLIENTS)/openenv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openenv-core==0.3.0
+	$(CLIENTS)/openenv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/openenv.txt
 	if command -v npm > /dev/null; then \
 	  npm install --no-audit --no-fund --loglevel=error --prefix $(CLIENTS)/agents $$(cat requirements-agents.txt); \
 	  cd $(CLIENTS)/agents/node_modules && node @anthropic-ai/claude-code/install.cjs && node opencode-ai/postinstall.mjs; \

@@ -15,6 +15,7 @@ CLIENTS = ROOT / ".venv-clients" / "bin"
 AGENTS_OF_NPM = ROOT / ".venv-clients" / "agents" / "node_modules" / ".bin"
 AIDER = ROOT / ".venv-clients" / "aider" / "bin"
 MLFLOW = ROOT / ".venv-clients" / "mlflow" / "bin"
+OPENENV = ROOT / ".venv-clients" / "openenv" / "bin"
 KEY = "a-key-of-the-tests"
 LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

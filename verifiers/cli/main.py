@@ -273,6 +273,7 @@ COMMANDS = {
     "list": ("verifiers.cli.list:main", "list the installed environments"),
     "play": ("verifiers.cli.play:main", "answer in place of the model"),
     "check": ("verifiers.cli.check:main", "say what is wrong with an environment"),
+    "serve-env": ("verifiers.cli.serve_env:main", "serve an environment as OpenEnv"),
     "eval": ("verifiers.cli.evaluate:main", "evaluate a model on an environment"),
     "gateway": ("verifiers.cli.gateway:main", "record programs that are started elsewhere"),
     "regrade": ("verifiers.cli.regrade:main", "grade a stored evaluation again"),
