@@ -114,15 +114,108 @@ async def test_what_fails_is_an_error_and_never_a_reward() -> None:
     async with served(guessing(broken)) as url, session(url) as ask:
         await ask("reset", {"task_id": 1})
         answer = await ask("step", {"message": "1"})
-        assert answer["type"] == "error"
+        assert answer["data"]["code"] == "SESSION_ERROR"
         assert "grading_error" in answer["data"]["message"]
         assert "no key" in answer["data"]["message"]
+        assert await ask("step", {"message": "1"}) == answer
         await ask("reset", {"task_id": 1})
         assert "environment_error" in (await ask("step", {"message": "x"}))["data"]["message"]
     async with served(guessing(), rollout_timeout_s=0.2) as url, session(url) as ask:
         await ask("reset", {})
         await asyncio.sleep(0.5)
-        assert (await ask("step", {"message": "1"}))["type"] == "error"
+        for _ in range(2):
+            answer = (await ask("step", {"message": "1"}))["data"]
+            assert (answer["code"], "timed_out" in answer["message"]) == ("SESSION_ERROR", True)
+
+
+async def test_an_episode_that_ends_between_two_steps_tells_its_end() -> None:
+    env = guessing(lambda state: 0.75)
+    env.timeout_seconds = 0.2
+    async with served(env) as url, session(url) as ask:
+        await ask("reset", {})
+        await asyncio.sleep(0.5)
+        assert (await ask("step", {"message": "1"}))["data"]["reward"] == 0.75
+
+
+async def test_a_policy_does_not_grade_itself() -> None:
+    async def judged(state: Any) -> float:
+        asked = [{"role": "user", "content": "Is it right?"}]
+        answer = await state["client"].untrained.chat.completions.create(model=state["model"], messages=asked)
+        return float(answer.choices[0].message.content == "yes")
+
+    async with served(guessing(judged)) as url, session(url) as ask:
+        await ask("reset", {"task_id": 1})
+        answer = await ask("step", {"message": "1"})
+        assert answer["data"]["code"] == "SESSION_ERROR"
+        assert "give judges a client of their own" in answer["data"]["message"]
+
+
+async def test_another_conversation_is_shown_whole_and_said_to_be_one() -> None:
+    class Planning(vf.SingleTurnEnv):
+        async def play(self, state: Any) -> Any:
+            plan = await self.get_model_response(state, [{"role": "user", "content": "Make a plan."}])
+            said = plan.choices[0].message.content
+            task = [{"role": "system", "content": f"Follow: {said}"}, {"role": "user", "content": "The task."}]
+            state["completion"] = [(await self.get_model_response(state, task)).choices[0].message]
+            return state
+
+    env = Planning(dataset=[{"question": "q", "answer": "a"}], rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
+    async with served(env) as url, session(url) as ask:
+        assert (await ask("reset", {}))["data"]["observation"]["text"] == "Make a plan."
+        shown = (await ask("step", {"message": "think"}))["data"]["observation"]
+        assert (shown["text"], shown["restarts"]) == ("Follow: think\n\nThe task.", True)
+        last = (await ask("step", {"message": "done"}))["data"]
+        assert (last["reward"], last["observation"]["text"]) == (1.0, "")
+
+
+class Slow(Guessing):
+    """Needs a second for each answer, and notes what became of its episodes."""
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        self.began.set()
+        await asyncio.sleep(1.0)
+        return await super().env_response(messages, state, **kwargs)
+
+    @vf.cleanup
+    async def clean(self, state: Any) -> None:
+        await asyncio.sleep(0.05)
+        self.cleaned += 1
+        self.was_cleaned.set()
+
+
+def slow() -> Slow:
+    env = Slow(dataset=[{"question": "q", "answer": "2"}], rubric=vf.Rubric(funcs=[lambda state: 1.0]))
+    env.began, env.was_cleaned, env.cleaned = asyncio.Event(), asyncio.Event(), 0
+    return env
+
+
+async def test_pings_are_answered_while_a_step_is_played() -> None:
+    async with (
+        served(slow()) as url,
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{url}/ws", heartbeat=0.2) as socket,
+    ):
+        for message in ({"type": "reset"}, {"type": "step", "data": {"message": "2"}}):
+            await socket.send_json(message)
+            answer = json.loads((await socket.receive(timeout=20)).data)
+        assert answer["data"]["reward"] == 1.0
+
+
+async def test_a_client_that_leaves_in_mid_step_and_a_server_that_ends_leave_nothing_open() -> None:
+    env = slow()
+    async with served(env, max_sessions=1) as url, aiohttp.ClientSession() as http:
+        for kept in (False, True):
+            socket = await http.ws_connect(f"{url}/ws")
+            await socket.send_json({"type": "reset"})
+            await socket.receive(timeout=20)
+            env.began.clear()
+            await socket.send_json({"type": "step", "data": {"message": "1"}})
+            await asyncio.wait_for(env.began.wait(), 20)
+            if not kept:
+                await socket.close()
+                await asyncio.wait_for(env.was_cleaned.wait(), 20)
+                await asyncio.sleep(0.1)
+    assert env.cleaned == 2
 
 
 @pytest.mark.parametrize(
@@ -207,5 +300,15 @@ async def test_our_own_client_plays_it_with_the_same_rewards() -> None:
                 found = await Run(each, backend, "m").run_groups([[one] for one in requests])
                 rewards.append([group.rollouts[0].reward for group in found])
                 await backend.close()
+        async with served(guessing(lambda state: 1 / 0)) as url:
+            remote = OpenEnvEnv(url, num_train_episodes=1, describe_actions=False)
+            backend = backend_for(policy.url)
+            request = RolloutRequest(
+                RolloutKey(0, 0, 0), remote.get_dataset()[0]["prompt"], info={"reset": {"seed": 0}}
+            )
+            (failed,) = (await Run(remote, backend, "m").run_group([request])).rollouts
+            await backend.close()
     assert rewards[0] == [1.0, 1 / 2, 1 / 3, 1 / 4, 0.0]
     assert rewards[1] == rewards[0]
+    # and not a reward of 0
+    assert (failed.reward, failed.outcome) == (None, "environment_error")

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable
+from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, tell
 from verifiers.errors import ConfigError
 
 
@@ -33,17 +33,22 @@ def serve(args: argparse.Namespace) -> int:
     """Serve until the command is interrupted."""
     from verifiers.envs.lifecycle import run_teardown
     from verifiers.envs.registry import load_environment
+    from verifiers.evals.evaluation_run import scores_whole_groups
     from verifiers.integrations.openenv_server import OpenEnvServer
-    from verifiers.server_process import bind, end_by_signals, url_of
+    from verifiers.server_process import bind, end_by_signals, exits_on_sigterm, url_of
 
     for name in ("max_sessions", "rollout_timeout", "grading_timeout"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name):g}; give a number above 0.")
     listener = bind(args.host, args.port)
-    env = load_environment(make_importable(args.env, args.env_dir_path), **json_object("--env-args", args.env_args))
-    rows = env.get_dataset() if args.split == "train" else env.get_eval_dataset()
+    env_args = json_object("--env-args", args.env_args)
+    with exits_on_sigterm():
+        env = load_environment(make_importable(args.env, args.env_dir_path), **env_args)
+        rows = env.get_dataset() if args.split == "train" else env.get_eval_dataset()
     if not len(rows):
         raise ConfigError(f"the {args.split} dataset of {args.env} has no rows.")
+    if scores_whole_groups(env.rubric):
+        tell(f"vf-serve-env: rewards of {args.env} may compare rollouts of a prompt, and an episode is scored alone.")
     limits = {"rollout_timeout_s": args.rollout_timeout, "grading_timeout_s": args.grading_timeout}
 
     async def work() -> int:
