@@ -99,8 +99,8 @@ class RemotePolicy:
         async with self._turn:
             if self.has_ended or path not in (CHAT, COMPLETIONS) or body.get("model") != _POLICY:
                 raise ProviderError(
-                    f"{path} of model {body.get('model')!r} was asked of the policy of an OpenEnv session, which only "
-                    "plays; give judges a client of their own."
+                    f"{path} of model {body.get('model')!r} was asked of the policy of an OpenEnv session, which "
+                    "only plays; give judges a client of their own."
                 )
             loop = asyncio.get_running_loop()
             if self._asked.done():
