@@ -142,7 +142,7 @@ def test_a_command_of_another_package_is_called_as_its_script_is(monkeypatch: py
 def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert umbrella([]) == 0
     text = capsys.readouterr().out
-    assert set(re.findall(r"^    (\w+)", text, flags=re.MULTILINE)) >= {
+    assert set(re.findall(r"^    ([\w-]+)", text, flags=re.MULTILINE)) >= {
         *COMMANDS,
         "serve",
         "dataserver",
