@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, tell
+from verifiers.cli.main import Command, CommandParser, json_object, make_importable, tell
 from verifiers.errors import ConfigError
 
 
@@ -57,11 +57,10 @@ def serve(args: argparse.Namespace) -> int:
         try:
             await server.start(listener)
             print(f"{len(rows)} tasks of {args.env} as OpenEnv at {url_of(listener)}", flush=True)
-            code = await ended
+            return await ended
         finally:
             await server.close()
             await run_teardown(env)
-        return DONE if code == 0 else code
 
     return asyncio.run(work())
 

@@ -171,7 +171,8 @@ class WeightPublisher:
             found = pool.run(read_capabilities(server), _DESCRIBE_S)
             self._check.note_dtype(found.dtype)
             if found.software == "vLLM":
-                self.mask_source, self._max_logprobs = "logprobs", found.max_logprobs or 0
+                self.mask_source = "logprobs"
+                self._max_logprobs = -1 if found.max_logprobs is None else found.max_logprobs
             check_capabilities(
                 found,
                 missing=self.sync.missing_at(found, _adapter_rank(self._weights.model)),
