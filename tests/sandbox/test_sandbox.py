@@ -213,22 +213,23 @@ async def test_a_cancelled_close_has_closed_all_the_same(
 async def test_a_sandbox_whose_first_process_is_killed_says_so_and_leaves_nothing(
     isolation: IsolationLevel, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
-    sandbox = await open_sandbox(SandboxSpec(isolation))
-    directory = (await sandbox.run("pwd")).stdout.strip()
-    running = asyncio.create_task(sandbox.run(f"touch ready; sleep {marker}"))
-    while (await sandbox.run("ls")).stdout != "ready\n":
-        pass
-    if isinstance(sandbox, ContainerSandbox):
-        kill = ["podman", "kill", sandbox.name]
-        await asyncio.to_thread(subprocess.run, kill, check=True, stdout=subprocess.DEVNULL)
-    else:
-        assert isinstance(sandbox, AgentSandbox)
-        sandbox.process.kill()
-    with pytest.raises(SandboxError, match="died"):
-        await running
-    with pytest.raises(SandboxError, match="died"):
-        await sandbox.run("true")
-    await sandbox.close()
+    async with await open_sandbox(SandboxSpec(isolation)) as sandbox:
+        directory = (await sandbox.run("pwd")).stdout.strip()
+        process = await sandbox.start(["sleep", marker])
+        running = asyncio.create_task(sandbox.run(f"touch ready; sleep {marker}"))
+        while (await sandbox.run("ls")).stdout != "ready\n":
+            pass
+        if isinstance(sandbox, ContainerSandbox):
+            kill = ["podman", "kill", sandbox.name]
+            await asyncio.to_thread(subprocess.run, kill, check=True, stdout=subprocess.DEVNULL)
+        else:
+            assert isinstance(sandbox, AgentSandbox)
+            sandbox.process.kill()
+        with pytest.raises(SandboxError, match="died"):
+            await running
+        assert await process.wait() is None
+        with pytest.raises(SandboxError, match="died"):
+            await sandbox.run("true")
     wait_until_gone(marker)
     if isolation == "process":
         assert not os.path.exists(directory)

@@ -8,6 +8,7 @@ cannot end it, and killing that user's processes ends all of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import importlib.resources
 import os
@@ -32,7 +33,6 @@ HOME = "/sandbox"
 _START_S = 300.0
 _TOOL_S = 30.0
 _FILE_S = 60.0
-_DEATH_S = 0.5
 _COPY_S = 600.0
 _PRINTED_BYTES = 8 << 20
 # podman waits ten seconds for a shell that ignores SIGTERM
@@ -40,6 +40,8 @@ _AT_ONCE = {"podman": ["--time=0"], "docker": []}
 # podman gives containers the proxy of this process, whose address may hold a password
 _NO_PROXY = {"podman": ["--http-proxy=false"], "docker": []}
 _KILLED = 128 + 9
+# a command that the end of its container took along, and what podman answers where there is no container left
+_PERHAPS_DEAD = (125, 126, _KILLED, 255)
 _USER = "1000:1000"
 # the relay's, which no command can stop or write to
 _RELAY_USER = "1001:1001"
@@ -213,15 +215,27 @@ class ContainerSandbox(Sandbox):
         options += [f"--{name}={value}" for name, value in places.items() if value is not None]
         return _Client([self._tool, "exec", *options, self.name, *command], stdin=stdin, env=env)
 
+    async def _inside(self, script: str, *arguments: str) -> int | None:
+        """Run a line for the shell as whoever may kill the commands; return its exit code, None after a time."""
+        client = self._exec(["sh", "-c", script, "sh", *arguments], stdin=False, user=self._killer)
+        with drained(client.pipes, None, 0, 0, lambda: None):
+            try:
+                has_ended = await client.ended(_TOOL_S)
+            finally:
+                await client.end()
+        return client.process.returncode if has_ended else None
+
     async def _kill_inside(self, script: str, note: str) -> None:
         """Run a shell script that kills; end the container where it cannot start."""
-        killer = self._exec(["sh", "-c", script, "sh", note], stdin=False, user=self._killer)
-        with drained(killer.pipes, None, 0, 0, lambda: None):
-            if not await killer.ended(_TOOL_S):
-                await killer.end()
-        if killer.process.returncode not in (0, _NOBODY, _KILLED):
+        if await self._inside(script, note) not in (0, _NOBODY, _KILLED):
             # the commands have taken every process that there may be
             await self._remove()
+
+    async def check_death(self, exit_code: int | None) -> None:
+        """Raise SandboxError where a command's exit code is the end of its container, which the tool tells later."""
+        if exit_code in _PERHAPS_DEAD and await self._inside(":") != 0:
+            await self._remove()
+            raise SandboxError("The sandbox died: its container ended.")
 
     async def _remove(self) -> None:
         await call_tool(self._tool, "rm", "--force", *_AT_ONCE[self._tool], self.name)
@@ -251,10 +265,8 @@ class ContainerSandbox(Sandbox):
             except BaseException:
                 await self._give_up(client, note)
                 raise
-        if has_ended and client.process.returncode == _KILLED:
-            # the end of the container looks like that of the command, and is told a moment later
-            await self._main.ended(_DEATH_S)
-            self._check_alive()
+        if has_ended:
+            await self.check_death(client.process.returncode)
         timed_out = not has_ended and not flooded.is_set()
         return None if timed_out else client.process.returncode, out, err
 
@@ -393,7 +405,10 @@ class ContainerProcess(SandboxProcess):
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
         if not await self._client.ended(timeout_s):
             raise TimeoutError
-        return self._client.process.returncode
+        with contextlib.suppress(SandboxError):
+            await self._sandbox.check_death(self._client.process.returncode)
+            return self._client.process.returncode
+        return None
 
     async def kill(self) -> None:
         if self._client.process.poll() is None:
