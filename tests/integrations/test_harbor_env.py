@@ -117,6 +117,16 @@ def test_keys_that_are_not_known_are_named_once(tmp_path: Path, caplog: pytest.L
     ] == [*("colour", "environment.ram")]
 
 
+def test_tasks_that_are_held_out_are_evaluated_and_never_trained() -> None:
+    env = vf.HarborEnv(TASKS, tool="podman", eval_tasks=["two-*"])
+    assert set(env.get_eval_dataset()["task"]) == {"two-steps", "two-users"}
+    assert set(env.get_dataset()["task"]) == {*REWARDS} - {"two-steps", "two-users"}
+    with pytest.raises(vf.ConfigError, match=r"no task is named 'three-\*'; there are \['agent-timeout'"):
+        vf.HarborEnv(TASKS, tool="podman", eval_tasks=["three-*"])
+    with pytest.raises(vf.ConfigError, match="none is left to train on"):
+        vf.HarborEnv(TASKS, tool="podman", eval_tasks=["*"])
+
+
 def test_an_edited_task_is_another_row(tmp_path: Path) -> None:
     folder = copy_of("files", tmp_path)
     before = read_tasks(folder)[0].digest

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -31,15 +30,14 @@ from verifiers.integrations.harbor_task import (
     read_rewards,
     read_tasks,
     resolved,
+    trained_and_evaluated,
 )
 from verifiers.rubrics.rubric import Rubric
-from verifiers.sandbox.container import ImageContainer, call_tool, open_image
+from verifiers.sandbox.container import ContainerTool, ImageContainer, call_tool, installed_tool, open_image
 from verifiers.sandbox.spec import SandboxSpec
 from verifiers.types import Messages, RolloutInput, RolloutScore, State
 
 logger = logging.getLogger("verifiers.envs")
-
-ContainerTool = Literal["podman", "docker"]
 
 SYSTEM_PROMPT = (
     "Solve the task in the container by the tool `shell`, which runs commands with bash. When the task is done, "
@@ -80,6 +78,7 @@ class HarborEnv(ToolEnv):
             is asked; or a command, as a line for the shell or as words, that runs in the container with the variables
             and the placeholders of `ProgramEnv` and reaches the gateway alone. The image needs `python3` for that.
         tasks: names of the task folders to take, or patterns; None for all.
+        eval_tasks: names or patterns of those that are evaluated and never trained; empty: all are both.
         network: "none": containers have no network, whatever the tasks say; "task": `network_mode` decides, where
             "public" is the tool's default network.
         tool: "podman" or "docker"; None: the first that is on PATH.
@@ -100,6 +99,7 @@ class HarborEnv(ToolEnv):
         agent: str | Sequence[str] = "shell",
         *,
         tasks: Sequence[str] | None = None,
+        eval_tasks: Sequence[str] = (),
         network: Literal["none", "task"] = "none",
         tool: ContainerTool | None = None,
         readable: Sequence[str] = (),
@@ -119,7 +119,7 @@ class HarborEnv(ToolEnv):
         self.readable = tuple(readable)
         self.command_timeout_s = command_timeout_s
         self.max_output_chars = max_output_chars
-        self.tool = tool or _installed_tool()
+        self.tool = tool or installed_tool()
         self._check_network(found)
         self._images: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[str]] = {}
         self._turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -139,13 +139,18 @@ class HarborEnv(ToolEnv):
             }
             for task in found
         ]
+        trained, evaluated = trained_and_evaluated(list(self.harbor_tasks), eval_tasks)
         kwargs.setdefault("rubric", _TestRubric())
         super().__init__(
             [self.shell] if agent == "shell" else [],
             max_turns=max_turns,
             tool_timeout_s=None,
             # a function, as an evaluation of a benchmark is none of its training rows
-            **{"dataset": lambda: rows, "eval_dataset": rows, **kwargs},
+            **{
+                "dataset": lambda: [row for row in rows if row["task"] in trained],
+                "eval_dataset": [row for row in rows if row["task"] in evaluated],
+                **kwargs,
+            },
         )
 
     def _check_network(self, tasks: Sequence[HarborTask]) -> None:
@@ -427,8 +432,9 @@ class _Trial:
     async def findings(self, max_chars: int) -> dict[str, Any]:
         """Return what a report shows of the end: the tests' output and the text of the task's artifacts."""
         self.container.user = _ROOT
-        command = ["find", *self.task.artifacts, "-type", "f", "-size", f"-{_ARTIFACT_BYTES}c"]
-        found = await self.container.run(command)
+        found = await self.container.run(
+            ["find", *self.task.artifacts, "-type", "f", "-size", f"-{_ARTIFACT_BYTES}c"]
+        )
         artifacts = {}
         for name in sorted(found.stdout.splitlines())[:_ARTIFACTS]:
             with contextlib.suppress(OSError):
@@ -483,14 +489,6 @@ async def _build(tool: ContainerTool, tag: str, task: HarborTask, turns: asyncio
         raise SandboxError(f"the build of the image of {task.name!r} {how}{_last_lines(log)}")
     logger.info("built the image of %r.", task.name)
     return tag
-
-
-def _installed_tool() -> ContainerTool:
-    names: tuple[ContainerTool, ...] = ("podman", "docker")
-    for name in names:
-        if shutil.which(name):
-            return name
-    raise ConfigError("Harbor's tasks run in containers, and neither podman nor docker is on PATH; install one.")
 
 
 def _last_lines(log: str) -> str:

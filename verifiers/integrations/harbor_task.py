@@ -193,17 +193,31 @@ def read_tasks(path: str | Path, names: Sequence[str] | None = None) -> list[Har
     if not folders:
         raise ConfigError(f"{str(path)!r} is no task folder and has none: there is no {TASK_FILE} in it.")
     if names is not None:
-        known = [folder.name for folder in folders]
-        folders = [f for f in folders if any(fnmatch.fnmatchcase(f.name, name) for name in names)]
-        if not folders:
-            raise ConfigError(
-                f"no task of {str(path)!r} is named {', '.join(map(repr, names))}; it has {known[:10]}."
-            )
+        chosen = named([folder.name for folder in folders], names)
+        folders = [folder for folder in folders if folder.name in chosen]
     unknown: dict[str, str] = {}
     tasks = [_read_task(folder, unknown) for folder in folders]
     for key, folder_name in unknown.items():
         logger.warning("task.toml has a key that is not known here, %s (first in %r); ignoring it.", key, folder_name)
     return tasks
+
+
+def named(known: Sequence[str], names: Sequence[str]) -> set[str]:
+    """Return those that have one of the names or match a pattern. Raises ConfigError where none does."""
+    found = {one for one in known if any(fnmatch.fnmatchcase(one, name) for name in names)}
+    if not found:
+        raise ConfigError(f"no task is named {', '.join(map(repr, names))}; there are {list(known[:10])}.")
+    return found
+
+
+def trained_and_evaluated(names: Sequence[str], eval_tasks: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Return the names that are trained and those that are evaluated: all are both where none is held out."""
+    if not eval_tasks:
+        return set(names), set(names)
+    evaluated = named(names, eval_tasks)
+    if not (trained := set(names) - evaluated):
+        raise ConfigError(f"eval_tasks={list(eval_tasks)} takes every task, and none is left to train on.")
+    return trained, evaluated
 
 
 def _read_task(folder: Path, unknown: dict[str, str]) -> HarborTask:

@@ -20,13 +20,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from verifiers.errors import SandboxError
+from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox.pipes import Drain, LineReader, SandboxProcess, close_all, drained, ended, open_pipes
 from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec
 
 C = TypeVar("C", bound="ContainerSandbox")
+ContainerTool = Literal["podman", "docker"]
 
 HOME = "/sandbox"
 # the image may have to be fetched
@@ -60,6 +61,15 @@ _KILL_ALL = ': >"$1.gone"; kill -9 -1'
 _KILL_ONE = ': >"$1.gone"; kill -9 "$(cat "$1")"'
 # what a shell answers that was started and found nobody to kill
 _NOBODY = 1
+
+
+def installed_tool() -> ContainerTool:
+    """Return the first tool that is on PATH. Raises ConfigError where there is none."""
+    names: tuple[ContainerTool, ...] = ("podman", "docker")
+    for name in names:
+        if shutil.which(name):
+            return name
+    raise ConfigError("the tasks run in containers, and neither podman nor docker is on PATH; install one.")
 
 
 async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
