@@ -146,7 +146,7 @@ def main() -> None:
     shown = [pair for pair in pairs() if pair not in held_out]
     shutil.rmtree(args.output_dir / "tasks", ignore_errors=True)
     write_tasks(args.output_dir / "tasks", args.image, held_out)
-    tools = HarborEnv(args.output_dir / "tasks").oai_tools
+    tools = HarborEnv(args.output_dir / "tasks", tool="podman").oai_tools
     train(transcripts(rng, shown), tools, args.output_dir / "start", args.seed, args.steps)
 
 
