@@ -432,9 +432,8 @@ class _Trial:
     async def findings(self, max_chars: int) -> dict[str, Any]:
         """Return what a report shows of the end: the tests' output and the text of the task's artifacts."""
         self.container.user = _ROOT
-        found = await self.container.run(
-            ["find", *self.task.artifacts, "-type", "f", "-size", f"-{_ARTIFACT_BYTES}c"]
-        )
+        command = ["find", *self.task.artifacts, "-type", "f", "-size", f"-{_ARTIFACT_BYTES}c"]
+        found = await self.container.run(command)
         artifacts = {}
         for name in sorted(found.stdout.splitlines())[:_ARTIFACTS]:
             with contextlib.suppress(OSError):
