@@ -31,11 +31,11 @@ from typing import Any
 
 STAGES = {
     "tests": ("server_checks", "training_step", "resume"),
-    "speed": ("serving", "training", "pushes", "overlap"),
+    "speed": ("serving", "training", "prefixes", "pushes", "overlap"),
 }
-SCRIPTS = {"training_step": "training", "resume": "learning", "overlap": "learning"}
+SCRIPTS = {"training_step": "training", "prefixes": "training", "resume": "learning", "overlap": "learning"}
 SCRIPTS |= {"pushes": "serving"}
-NEED_TRAINER = ("server_checks", "training_step", "training", "resume", "overlap")
+NEED_TRAINER = ("server_checks", "training_step", "training", "prefixes", "resume", "overlap")
 _LEAST_S = 15.0
 """A stage for which less is left is not begun."""
 

@@ -101,14 +101,17 @@ def make_tokenizer(words: int = 512) -> Any:
 
 
 def make_block(sizes: Sequence[tuple[int, int]], generations: int, vocabulary: int) -> Any:
-    """Return a scored block of rollouts with so many (prompt, completion) tokens each, drawn at random."""
+    """Return a scored block of rollouts with so many (prompt, completion) tokens each; a group has one prompt."""
     from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
     from verifiers.types import Outcome, RolloutKey
 
     draw, found = random.Random(1), []
+    prompt_ids: list[int] = []
     for index, (prompt, tokens) in enumerate(sizes):
-        ids = [[draw.randrange(1, vocabulary) for _ in range(count)] for count in (prompt, tokens)]
-        row = TokenSequence(ids[0], ids[1], [1] * tokens, [-6.0] * tokens, [0] * tokens)
+        if index % generations == 0:
+            prompt_ids = [draw.randrange(1, vocabulary) for _ in range(prompt)]
+        ids = [draw.randrange(1, vocabulary) for _ in range(tokens)]
+        row = TokenSequence(prompt_ids, ids, [1] * tokens, [-6.0] * tokens, [0] * tokens)
         key = RolloutKey(0, *divmod(index, generations))
         found.append(Rollout(key, Outcome.COMPLETED, "p", "c", reward=draw.random(), rows=[row]))
     starts = range(0, len(found), generations)

@@ -1,8 +1,9 @@
 """Training of one block on the device: equal to the CPU's, and its speed beside TRL's with as many tokens in a pass.
 
-Run by the stages `training_step` and `training`. Both sides of the speed have the same model, the same kernels and
-the same most tokens in one pass; peak memory is reported. Ours packs rows by length into micro-batches, TRL's takes
-rows as they come, prompts padded on the left and completions on the right to the longest of the block.
+Run by the stages `training_step`, `training` and `prefixes`. All sides of the speed have the same model, the same
+kernels and the same most tokens in one pass; peak memory is reported. Ours packs rows by length into micro-batches,
+and computes a group's prompt once where that pays (`separate`: each row on its own); TRL's takes rows as they come,
+prompts padded on the left and completions on the right to the longest of the block.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from common import Asked, Report, make_block, make_model, make_tokenizer, peak_m
 from peak_flops import peak_flops_of
 
 GENERATIONS = 8
+Sizes = list[tuple[int, int]]
+"""Tokens (prompt, completion) of each rollout."""
 
 
-def sizes_of(longest: int, rollouts: int) -> list[tuple[int, int]]:
-    """Draw each rollout's tokens (prompt, completion); completions are log-normal around a quarter of the longest."""
+def sizes_of(longest: int, rollouts: int) -> Sizes:
+    """Draw each rollout's tokens; completions are log-normal around a quarter of the longest."""
     draw, found = random.Random(longest), []
     for _ in range(rollouts // GENERATIONS):
         prompt = draw.randint(longest // 16, longest // 8)
@@ -34,18 +38,14 @@ def sizes_of(longest: int, rollouts: int) -> list[tuple[int, int]]:
     return found
 
 
-def block_of(longest: int, rollouts: int) -> Any:
-    return make_block(sizes_of(longest, rollouts), GENERATIONS, 512)
-
-
-def settings(asked: Asked, longest: int, rollouts: int) -> dict[str, Any]:
+def settings(asked: Asked, sizes: Sizes, generations: int) -> dict[str, Any]:
     return {
         "output_dir": asked.scratch,
         "max_steps": 1,
-        "per_device_train_batch_size": rollouts,
+        "per_device_train_batch_size": len(sizes),
         "gradient_accumulation_steps": 1,
-        "num_generations": GENERATIONS,
-        "max_completion_length": longest,
+        "num_generations": generations,
+        "max_completion_length": max(map(sum, sizes)),
         "use_cpu": asked.device == "cpu",
         "bf16": False,
         "activation_checkpointing": False,
@@ -54,7 +54,9 @@ def settings(asked: Asked, longest: int, rollouts: int) -> dict[str, Any]:
     }
 
 
-def ours(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -> tuple[Any, list[dict[str, Any]]]:
+def ours(
+    asked: Asked, model: Any, sizes: Sizes, generations: int, budget: int, share: bool = True
+) -> tuple[Any, list[dict[str, Any]]]:
     """Return our trainer, and the micro-batches of a block as inputs of its loss."""
     import verifiers as vf
     from verifiers.inference.endpoint import Endpoint
@@ -62,23 +64,24 @@ def ours(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -> 
     from verifiers.train.trainer import GRPOTrainer
 
     url = "http://127.0.0.1:9/v1"
-    args = vf.GRPOConfig(server_url=url, max_tokens_per_micro_batch=budget, **settings(asked, longest, rollouts))
-    rows = [{"question": "w1", "answer": "w2"}] * rollouts
+    own = {"server_url": url, "max_tokens_per_micro_batch": budget, "share_prefixes": share}
+    args = vf.GRPOConfig(**own, **settings(asked, sizes, generations))
+    rows = [{"question": "w1", "answer": "w2"}] * len(sizes)
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[_no_reward]))
     trainer = GRPOTrainer(model, env, args, make_tokenizer(), client=Endpoint(url))
-    block = build_training_block(block_of(longest, rollouts), trainer.plan, trainer.args)
+    block = build_training_block(make_block(sizes, generations, 512), trainer.plan, trainer.args)
     return trainer, [{"micro_batches": micro_batches} for (micro_batches,) in block.micro_steps]
 
 
-def theirs(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -> tuple[Any, list[dict[str, Any]]]:
+def theirs(asked: Asked, model: Any, sizes: Sizes, generations: int, budget: int) -> tuple[Any, list[dict[str, Any]]]:
     """Return TRL's trainer, and the same block as it would collate it."""
     import datasets
     import trl
 
-    args = trl.GRPOConfig(**settings(asked, longest, rollouts))
-    rows = datasets.Dataset.from_list([{"prompt": "w1"}] * rollouts)
+    args = trl.GRPOConfig(**settings(asked, sizes, generations))
+    rows = datasets.Dataset.from_list([{"prompt": "w1"}] * len(sizes))
     trainer = trl.GRPOTrainer(model, _no_rewards, args=args, train_dataset=rows, processing_class=make_tokenizer())
-    rollouts_of_block = [one for group in block_of(longest, rollouts).groups for one in group.rollouts]
+    rollouts_of_block = [one for group in make_block(sizes, generations, 512).groups for one in group.rollouts]
     found = [one.rows[0] for one in rollouts_of_block]
     prompt_width, width = (max(len(getattr(row, name)) for row in found) for name in ("prompt_ids", "completion_ids"))
     device = trainer.accelerator.device
@@ -94,7 +97,7 @@ def theirs(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -
     total = batch["completion_mask"].sum().to(device)
     parts = [
         {name: value[start : start + per_pass].to(device) for name, value in batch.items()}
-        for start in range(0, rollouts, per_pass)
+        for start in range(0, len(sizes), per_pass)
     ]
     return trainer, [{**part, "num_items_in_batch": total} for part in parts]
 
@@ -107,36 +110,44 @@ def _no_rewards(completions: list[Any], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def run_side(asked: Asked, side: str, longest: int, rollouts: int, budget: int) -> dict[str, Any]:
-    """Train the block twice; return seconds of the second time, peak memory, and tokens."""
+SIDES = {"ours": ours, "separate": partial(ours, share=False), "trl": theirs}
+
+
+def run_side(asked: Asked, side: str, sizes: Sizes, generations: int, budget: int) -> dict[str, Any]:
+    """Train the block three times; return seconds of the last, peak memory, and operations."""
     policy = make_model(asked, asked.dtype)
-    trainer, inputs = {"ours": ours, "trl": theirs}[side](asked, policy, longest, rollouts, budget)
+    trainer, inputs = SIDES[side](asked, policy, sizes, generations, budget)
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=asked.device == "cuda")
     seconds = 0.0
-    for _ in range(2):
+    for _ in range(3):
         started = synchronize(asked)
         for one in inputs:
             trainer.accelerator.backward(trainer.compute_loss(model, one))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = synchronize(asked) - started
-    sizes = sizes_of(longest, rollouts)
-    return {"seconds": seconds, "peak_mib": peak_memory_mib(asked), "flops": flops(model.config, sizes)}
+    shared = generations if side == "ours" else 1
+    return {"seconds": seconds, "peak_mib": peak_memory_mib(asked), "flops": flops(model.config, sizes, shared)}
 
 
-def flops(config: Any, sizes: list[tuple[int, int]]) -> float:
-    """Count the operations of a forward and backward pass: 6 for each weight and real token, and attention's."""
+def flops(config: Any, sizes: Sizes, sharing: int) -> float:
+    """Count the operations of a forward and backward pass: 6 for each weight and real token, and attention's.
+
+    Args:
+        sharing: rollouts that follow each other and have one prompt, which is computed once.
+    """
     heads = config.num_attention_heads * config.head_dim
     kept = config.num_key_value_heads * config.head_dim
     layer = config.hidden_size * (2 * heads + 2 * kept + 3 * config.intermediate_size)
     total = 0.0
-    for prompt, completion in sizes:
+    for place, (prompt, completion) in enumerate(sizes):
+        known = prompt if place % sharing else 0
         tokens = prompt + completion
-        total += 6 * config.num_hidden_layers * layer * tokens
+        total += 6 * config.num_hidden_layers * layer * (tokens - known)
         # causal: half of tokens x tokens
-        total += 6 * config.num_hidden_layers * heads * tokens**2
+        total += 6 * config.num_hidden_layers * heads * (tokens**2 - known**2)
         # the head is only run on sampled tokens
         total += 6 * config.hidden_size * config.vocab_size * completion
     return total
@@ -145,18 +156,32 @@ def flops(config: Any, sizes: list[tuple[int, int]]) -> float:
 def measure_speed(asked: Asked, report: Report) -> None:
     lengths = (128,) if asked.tiny else (512, 2048, 4096)
     for longest in lengths:
-        rollouts = 16 if asked.tiny else max(16, 2**16 // longest)
-        budget = 4 * longest
-        tokens = sum(prompt + completion for prompt, completion in sizes_of(longest, rollouts))
-        rates = {}
-        for side in ("ours", "trl"):
-            found = in_a_process(asked, "speed", side=side, longest=longest, rollouts=rollouts, budget=budget)
-            rates[side] = tokens / found["seconds"]
-            peak = peak_flops(asked)
-            mfu = found["flops"] / found["seconds"] / peak if peak else None
-            more = {"mfu": mfu and round(mfu, 4), "peak_mib": found["peak_mib"], "tokens": tokens}
-            report.result(f"{side}, up to {longest} tokens, tokens/s", rates[side], **more)
-        report.result(f"ratio to TRL, up to {longest} tokens", rates["ours"] / rates["trl"])
+        sizes = sizes_of(longest, 16 if asked.tiny else max(16, 2**16 // longest))
+        compare(asked, report, f"up to {longest} tokens", sizes, GENERATIONS, 4 * longest, ("ours", "trl"))
+
+
+def measure_prefixes(asked: Asked, report: Report) -> None:
+    """Measure groups of 16 completions of 64 tokens behind prompts of 512, and of 32."""
+    for prompt in (16, 8) if asked.tiny else (512, 32):
+        sizes = [(prompt, 16 if asked.tiny else 64)] * (32 if asked.tiny else 128)
+        compare(asked, report, f"prompts of {prompt}", sizes, 16, 16 * sum(sizes[0]), tuple(SIDES))
+
+
+def compare(
+    asked: Asked, report: Report, what: str, sizes: Sizes, generations: int, budget: int, sides: tuple[str, ...]
+) -> None:
+    """Report tokens/s of each side, counting each row's own tokens, and the ratios of ours to the others."""
+    rates, tokens = {}, sum(map(sum, sizes))
+    for side in sides:
+        given = {"sizes": sizes, "generations": generations, "budget": budget}
+        found = in_a_process(asked, "speed", side=side, **given)
+        rates[side] = tokens / found["seconds"]
+        peak = peak_flops(asked)
+        mfu = found["flops"] / found["seconds"] / peak if peak else None
+        more = {"mfu": mfu and round(mfu, 4), "peak_mib": found["peak_mib"], "tokens": tokens}
+        report.result(f"{side}, {what}, tokens/s", rates[side], **more)
+    for side in sides[1:]:
+        report.result(f"ratio to {side}, {what}", rates["ours"] / rates[side])
 
 
 def peak_flops(asked: Asked) -> float | None:
@@ -167,7 +192,7 @@ def save_step(asked: Asked, path: str) -> dict[str, Any]:
     """Take one step of plain gradient descent in float32 on the device, and save the weights."""
     torch.backends.cuda.matmul.allow_tf32 = False
     cpu = replace(asked, device="cpu", tiny=True)
-    trainer, inputs = ours(asked, make_model(cpu, torch.float32), 128, 16, 1024)
+    trainer, inputs = ours(asked, make_model(cpu, torch.float32), sizes_of(128, 16), GENERATIONS, 1024)
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model.train()
     loss = torch.stack([_backward(trainer, model, one) for one in inputs]).sum().item()
@@ -209,10 +234,8 @@ def stage(asked: Asked, report: Report) -> None:
     if mode in ("speed", "step"):
         work = run_side if mode == "speed" else save_step
         print(json.dumps(work(asked, **json.loads(sys.argv[2]))))
-    elif mode == "training_step":
-        check_step(asked, report)
     else:
-        measure_speed(asked, report)
+        {"training_step": check_step, "training": measure_speed, "prefixes": measure_prefixes}[mode](asked, report)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real language model learns on a laptop: SmolLM2-135M-Instruct, GRPO, one process, no GPU.
+"""A real language model learns on a laptop: SmolLM2-135M-Instruct, GRPO, one process, no GPU (one is used if there).
 
     python examples/demo/run.py [--seed 0] [--model PATH_OR_HUB_NAME] [--full] [--quick]
 
@@ -65,14 +65,19 @@ def main() -> int:
 
 def train(args: argparse.Namespace) -> tuple[int, float]:
     """Train and evaluate; return the optimizer steps and their seconds, without the evaluations."""
+    import torch
+
     import verifiers as vf
 
+    has_gpu = torch.cuda.is_available()
     steps = args.steps or (2 if args.quick else 24)
     env = vf.load_environment("structured-output", **{**TASK, "num_eval": 8 if args.quick else TASK["num_eval"]})
     config = vf.GRPOConfig(
         output_dir=str(args.output_dir),
         seed=args.seed,
-        rollout_device="cpu",
+        rollout_device="cuda:0" if has_gpu else "cpu",
+        rollout_cuda_graphs=has_gpu,
+        bf16=False,
         max_steps=steps,
         learning_rate=1e-5 if args.full else 6e-4,
         lr_scheduler_type="linear",

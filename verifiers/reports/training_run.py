@@ -319,7 +319,7 @@ _OFF_POLICY = (
         {"importance weight": "sampling/clipped_share", "loss": "clip_ratio/region_mean"},
         "share of tokens",
     ),
-    ("Probe after a push", {"largest difference": "sampling/probe_difference"}, "nats"),
+    ("Probe after a push", {"difference": "sampling/probe_difference"}, "nats"),
 )
 
 

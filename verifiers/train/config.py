@@ -93,8 +93,9 @@ class GRPOConfig(trl.GRPOConfig):
             longest.
         share_prefixes: compute what rows of a micro-batch begin with alike, such as the prompt of a group, once; each
             row's rest is a branch of it. Log-probs, loss and gradients are those of separate rows. Off where it saves
-            less than a fifth of the tokens, and for models that do not compute both alike (linear attention, state
-            spaces, a sliding window below `max_seq_len`, attention kernels other than "sdpa") or train a router loss.
+            less than a fifth of the tokens (on a GPU less than half), and for models that do not compute both alike
+            (linear attention, state spaces, a sliding window below `max_seq_len`, attention kernels other than
+            "sdpa") or train a router loss.
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a micro-batch
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
@@ -110,7 +111,8 @@ class GRPOConfig(trl.GRPOConfig):
         weight_sync_timeout: deadline for one push, in seconds.
         probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push and
             the first that changes anything always are. 0 never again after these.
-        probe_tolerance: largest difference accepted, in nats; 1e-3, or 0.25 with half precision, when left out.
+        probe_tolerance: difference accepted between a server's log-probs and the trainer's, in nats: of the worst
+            token 1e-3, or with half precision of the mean token 0.25, when left out.
         num_generations_eval: completions of each prompt in an evaluation.
         eval_temperature: 0 evaluates greedily.
         num_eval_prompts: prompts of the eval set in an evaluation during training; -1 for all. With several sets, of

@@ -354,7 +354,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.logprobs.of_tokens(prompt_ids, ids, together=self.weights.is_sharded)
 
     def _log_probe(self, result: ProbeResult) -> None:
-        self._log_values({"sampling/probe_difference": result.largest_difference})
+        self._log_values({"sampling/probe_difference": result.difference})
 
     def _log_values(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

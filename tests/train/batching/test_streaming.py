@@ -62,6 +62,7 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "max_completion_length": 7,
         "max_tokens_per_micro_batch": None,
         "share_prefixes": True,
+        "device": torch.device("cpu"),
         "top_entropy_quantile": 1.0,
         "importance_sampling_level": "token",
         "vllm_importance_sampling_correction": False,

@@ -222,7 +222,7 @@ def test_the_probe_compares_every_sampled_token(prompt: Any) -> None:
 
     with FakeOpenAIServer("abc") as server:
         result = probe(server, right, prompt=prompt)
-        assert (result.tokens, result.largest_difference) == (4, 0.0)
+        assert (result.tokens, result.difference) == (4, 0.0)
         with pytest.raises(WeightProbeError, match=r"differ from the trainer's by 0\.0100"):
             probe(server, wrong_in_the_last, prompt=prompt)
         with pytest.raises(WeightProbeError, match=r"differ from the trainer's by nan"):
@@ -230,6 +230,24 @@ def test_the_probe_compares_every_sampled_token(prompt: Any) -> None:
         with pytest.raises(WeightProbeError, match="version 3 was pushed, but the server samples from version 0"):
             probe(server, right, version=3, prompt=prompt)
         assert json.dumps(server.requests[0].body)
+
+
+def test_in_half_precision_the_mean_difference_counts_as_one_token_may_be_far_off() -> None:
+    from verifiers.testing.script import fake_logprob
+
+    with FakeOpenAIServer("abcdefg") as server:
+        client = ServerClient(server.url)
+        answer = asyncio.run(ask_server(client, "fake", "hello", temperature=1.0, version=0))
+
+        def compare(*off: float) -> float:
+            def score(_: Any, ids: Any) -> list[float]:
+                return [fake_logprob(token) + more for token, more in zip(ids, off, strict=True)]
+
+            return compare_answer(client, answer, score, version=0, tolerance=0.25, half=True).difference
+
+        assert compare(0.4, *[0.0] * 7) == pytest.approx(0.05)
+        with pytest.raises(WeightProbeError, match=r"differ from the trainer's by 0\.2600"):
+            compare(*[0.26] * 8)
 
 
 def test_tied_weights_are_sent_once_or_under_each_name(tmp_path: Path) -> None:

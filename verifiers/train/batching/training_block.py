@@ -42,7 +42,7 @@ from verifiers.train.batching.micro_batches import (
 from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
-from verifiers.train.loss.prefixes import LEAST_SAVED, SHARED_ROWS, share_prefixes, whole_rows
+from verifiers.train.loss.prefixes import LEAST_SAVED, LEAST_SAVED_ON_GPU, SHARED_ROWS, share_prefixes, whole_rows
 from verifiers.types import RolloutKey
 
 
@@ -437,9 +437,13 @@ def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPla
         return keep_micro_steps(lengths, micro_steps, plan.num_processes, limit)
     prompts = [tuple(sample.row.prompt_ids) for sample in samples]
     saved = sum(map(len, prompts)) - sum(map(len, set(prompts)))
-    if args.share_prefixes and saved >= LEAST_SAVED * sum(lengths) > 0:
+    if args.share_prefixes and saved >= _least_saved(args) * sum(lengths) > 0:
         return balance_by_prefix(lengths, prompts, micro_steps, plan.num_processes, limit)
     return balance_by_length(lengths, micro_steps, plan.num_processes, limit)
+
+
+def _least_saved(args: GRPOConfig) -> float:
+    return LEAST_SAVED if args.device.type == "cpu" else LEAST_SAVED_ON_GPU
 
 
 def _with_padding(samples: Sequence[TrainingSample], packing: Packing) -> list[TrainingSample]:
@@ -464,5 +468,5 @@ def _laid_out(batch: MicroBatch, args: GRPOConfig) -> MicroBatch:
     most = args.max_tokens_per_micro_batch
     # packed by what it shares, it may be too large without
     is_too_large = most is not None and ids_RT.numel() > most
-    layout = share_prefixes(ids_RT, mask_RT, least_saved=0.0 if is_too_large else LEAST_SAVED)
+    layout = share_prefixes(ids_RT, mask_RT, least_saved=0.0 if is_too_large else _least_saved(args))
     return batch if layout is None else batch | {SHARED_ROWS: layout}
