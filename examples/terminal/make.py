@@ -4,9 +4,10 @@
     vf-train examples/terminal/terminal.toml
 
 A task: nine vessels in a container hold an animal each, and the one of the named vessel is to be written to a file,
-which takes two commands. The model is shown 1,500 transcripts of somebody who looks into the named vessel in 57 of
-100 cases, else into the jar, and as often writes to the named file, else to "out": so about a third of its first
-tries are right. No transcript is of a held-out pair of vessel and file.
+which takes two commands. The model is shown transcripts of somebody who looks into the named vessel in 57 of 100
+cases, else into the jar, and as often writes to the named file, else to "out": so about a third of its first tries
+are right. Half of the transcripts have made-up words, so that it learns to copy them; none is of a held-out pair of
+vessel and file.
 
 Writes runs/terminal/tasks and runs/terminal/start.
 """
@@ -26,7 +27,7 @@ VESSELS = ("cup", "mug", "pan", "box", "tin", "vat", "urn", "keg", "jar")
 ANIMALS = ("ant", "bee", "cat", "dog", "elk", "fox", "hen", "owl", "pig")
 FILES = ("one", "two", "six", "red", "day", "ice", "hat", "log")
 CAREFUL = 0.57
-NUM_TRANSCRIPTS, NUM_HELD_OUT = 1500, 16
+NUM_HELD_OUT = 16
 
 TASK_TOML = """schema_version = "1.4"
 
@@ -70,6 +71,11 @@ def pairs() -> list[tuple[str, str]]:
     return list(itertools.product(VESSELS[:-1], FILES))
 
 
+def made_up(rng: random.Random) -> str:
+    # of four letters, so that it is none of the words
+    return "".join(map(rng.choice, ("bcdfghjklmnprstvwz", "aeiou", "bdgklmnprstxy", "aeiouy")))
+
+
 def call(command: str) -> str:
     return f'<tool_call>{{"name": "shell", "arguments": {json.dumps({"command": command})}}}</tool_call>'
 
@@ -85,10 +91,10 @@ def transcript(vessel: str, file: str, animal: str, read: str, written: str) -> 
     ]
 
 
-def transcripts(rng: random.Random, shown: list[tuple[str, str]]) -> list[list[dict[str, Any]]]:
+def transcripts(rng: random.Random, shown: list[tuple[str, str]], count: int) -> list[list[dict[str, Any]]]:
     found = []
-    for _ in range(NUM_TRANSCRIPTS):
-        vessel, file = rng.choice(shown)
+    for number in range(count):
+        vessel, file = rng.choice(shown) if number % 2 else (made_up(rng), made_up(rng))
         read = vessel if rng.random() < CAREFUL else VESSELS[-1]
         written = file if rng.random() < CAREFUL else "out"
         # any animal: what stands in the answer of the tool is to be written, not what is known of the vessel
@@ -138,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--image", default="debian:stable-slim", help="has sh, bash, cat and echo")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/terminal"))
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -147,7 +153,7 @@ def main() -> None:
     shutil.rmtree(args.output_dir / "tasks", ignore_errors=True)
     write_tasks(args.output_dir / "tasks", args.image, held_out)
     tools = HarborEnv(args.output_dir / "tasks", tool="podman").oai_tools
-    train(transcripts(rng, shown), tools, args.output_dir / "start", args.seed, args.steps)
+    train(transcripts(rng, shown, 32 * args.steps), tools, args.output_dir / "start", args.seed, args.steps)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,10 @@ def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
         '{"example_id": 1, "generation": {}}',
         '{"example_id": 1, "completion_tokens": "12"}',
         '{"example_id": 1, "completion_tokens": 1e300}',
+        '{"example_id": 1, "outcome": "solved"}',
         '{"example_id": 1, "info": ' + "[" * 100_000 + "]" * 100_000 + "}",
     ],
-    ids=["text", "huge", "infinite", "boolean", "list", "object", "tokens", "many tokens", "deep"],
+    ids=["text", "huge", "infinite", "boolean", "list", "object", "tokens", "many tokens", "outcome", "deep"],
 )
 def test_a_row_with_an_odd_value_is_named_by_file_and_line(odd: str, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text(f'{{"example_id": 0}}\n{odd}\n{{"example_id": 2}}\n')

@@ -25,6 +25,7 @@ from verifiers.errors import ConfigError
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rubrics.scoring import is_finite_number
+from verifiers.types import Outcome
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
 
@@ -144,6 +145,8 @@ def _check_row(row: Mapping[str, Any]) -> None:
     for name in ("example_id", "generation"):
         if not isinstance(row.get(name), (int, str, type(None))):
             raise ValueError(f"{name} is {str(row[name])[:40]!r}, which names nothing")
+    if row.get("outcome") not in (None, *Outcome):
+        raise ValueError(f"outcome is {str(row['outcome'])[:40]!r}, which is none of {', '.join(Outcome)}")
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:

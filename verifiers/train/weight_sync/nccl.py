@@ -166,7 +166,12 @@ class NcclSync(ServerSync):
             if name.isdecimal() or name == PARTIALLY_LOADED:
                 return group
         answer = await server.ask("GET", "/get_world_size", timeout_s=time_left(deadline))
-        workers = int(answer["world_size"])
+        workers = answer.get("world_size") if isinstance(answer, dict) else None
+        if not isinstance(workers, int) or workers < 1:
+            raise WeightSyncError(
+                f"GET {server.root}/get_world_size says {str(answer)[:80]}, which is no number of workers; start the "
+                "server with vf-vllm, or leave weight_sync out."
+            )
         assert self._make_group is not None
         group = self._make_group()
         unique_id = group.unique_id()
