@@ -110,7 +110,15 @@ def _no_rewards(completions: list[Any], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-SIDES = {"ours": ours, "separate": partial(ours, share=False), "trl": theirs}
+def shared(*given: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Return ours with prompts computed once, whatever that saves."""
+    from unittest.mock import patch
+
+    with patch.multiple("verifiers.train.batching.training_block", LEAST_SAVED=0.0, LEAST_SAVED_ON_GPU=0.0):
+        return ours(*given)
+
+
+SIDES = {"ours": ours, "shared": shared, "separate": partial(ours, share=False), "trl": theirs}
 
 
 def run_side(asked: Asked, side: str, sizes: Sizes, generations: int, budget: int) -> dict[str, Any]:
@@ -128,8 +136,9 @@ def run_side(asked: Asked, side: str, sizes: Sizes, generations: int, budget: in
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = synchronize(asked) - started
-    shared = generations if side == "ours" else 1
-    return {"seconds": seconds, "peak_mib": peak_memory_mib(asked), "flops": flops(model.config, sizes, shared)}
+    is_shared = any("shared_rows" in batch for one in inputs for batch in one.get("micro_batches", ()))
+    sharing = generations if is_shared else 1
+    return {"seconds": seconds, "peak_mib": peak_memory_mib(asked), "flops": flops(model.config, sizes, sharing)}
 
 
 def flops(config: Any, sizes: Sizes, sharing: int) -> float:
@@ -164,13 +173,13 @@ def measure_prefixes(asked: Asked, report: Report) -> None:
     """Measure groups of 16 completions of 64 tokens behind prompts of 512, and of 32."""
     for prompt in (16, 8) if asked.tiny else (512, 32):
         sizes = [(prompt, 16 if asked.tiny else 64)] * (32 if asked.tiny else 128)
-        compare(asked, report, f"prompts of {prompt}", sizes, 16, 16 * sum(sizes[0]), tuple(SIDES))
+        compare(asked, report, f"prompts of {prompt}", sizes, 16, 16 * sum(sizes[0]), ("shared", "separate", "trl"))
 
 
 def compare(
     asked: Asked, report: Report, what: str, sizes: Sizes, generations: int, budget: int, sides: tuple[str, ...]
 ) -> None:
-    """Report tokens/s of each side, counting each row's own tokens, and the ratios of ours to the others."""
+    """Report tokens/s of each side, counting each row's own tokens, and the ratios of the first to the others."""
     rates, tokens = {}, sum(map(sum, sizes))
     for side in sides:
         given = {"sizes": sizes, "generations": generations, "budget": budget}
@@ -181,18 +190,18 @@ def compare(
         more = {"mfu": mfu and round(mfu, 4), "peak_mib": found["peak_mib"], "tokens": tokens}
         report.result(f"{side}, {what}, tokens/s", rates[side], **more)
     for side in sides[1:]:
-        report.result(f"ratio to {side}, {what}", rates["ours"] / rates[side])
+        report.result(f"ratio to {side}, {what}", rates[sides[0]] / rates[side])
 
 
 def peak_flops(asked: Asked) -> float | None:
     return peak_flops_of(torch.cuda.get_device_name(0)) if asked.device == "cuda" else None
 
 
-def save_step(asked: Asked, path: str) -> dict[str, Any]:
+def save_step(asked: Asked, path: str, sizes: Sizes) -> dict[str, Any]:
     """Take one step of plain gradient descent in float32 on the device, and save the weights."""
     torch.backends.cuda.matmul.allow_tf32 = False
     cpu = replace(asked, device="cpu", tiny=True)
-    trainer, inputs = ours(asked, make_model(cpu, torch.float32), sizes_of(128, 16), GENERATIONS, 1024)
+    trainer, inputs = ours(asked, make_model(cpu, torch.float32), sizes, GENERATIONS, 1024)
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model.train()
     loss = torch.stack([_backward(trainer, model, one) for one in inputs]).sum().item()
@@ -209,15 +218,23 @@ def _backward(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def check_step(asked: Asked, report: Report) -> None:
-    """Compare the loss and a step of plain gradient descent on the device with the CPU's."""
-    paths = {name: str(Path(asked.scratch, f"{name}.pt")) for name in ("cpu", "device")}
+    """Compare loss and a step of plain gradient descent on the device with the CPU's, with rows alone and shared."""
+    compare_step(asked, report, "a training step is the CPU's", sizes_of(128, 16))
+    shared_prompts = [(64, 8 + place % 16) for place in range(16)]
+    compare_step(asked, report, "a training step with prompts computed once is the CPU's", shared_prompts)
+
+
+def compare_step(asked: Asked, report: Report, name: str, sizes: Sizes) -> None:
+    paths = {side: str(Path(asked.scratch, f"{side}.pt")) for side in ("cpu", "device")}
     places = {"cpu": replace(asked, device="cpu"), "device": asked}
-    losses = {name: in_a_process(places[name], "step", path=path)["loss"] for name, path in paths.items()}
-    steps = {name: torch.load(path) for name, path in paths.items()}
-    gap = math.sqrt(sum((steps["device"][name] - one).square().sum().item() for name, one in steps["cpu"].items()))
+    losses = {
+        side: in_a_process(places[side], "step", path=path, sizes=sizes)["loss"] for side, path in paths.items()
+    }
+    steps = {side: torch.load(path) for side, path in paths.items()}
+    gap = math.sqrt(sum((steps["device"][one] - step).square().sum().item() for one, step in steps["cpu"].items()))
     size = math.sqrt(sum(one.square().sum().item() for one in steps["cpu"].values()))
     close = gap <= 1e-3 * size and abs(losses["cpu"] - losses["device"]) <= 1e-4 * max(1.0, abs(losses["cpu"]))
-    report.check("a training step is the CPU's", close and size > 0, relative_difference=gap / size, **losses)
+    report.check(name, close and size > 0, relative_difference=gap / size, **losses)
 
 
 def in_a_process(asked: Asked, mode: str, **more: Any) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from verifiers.train.pypi_model import make_smollm2
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# one process, which transformers would spread over all GPUs
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 TASK = {"level": 1, "num_eval": 64}
 SHOWN = 3

@@ -6,8 +6,8 @@
 A task: nine vessels in a container hold an animal each, and the one of the named vessel is to be written to a file,
 which takes two commands. The model is shown transcripts of somebody who looks into the named vessel in 57 of 100
 cases, else into the jar, and as often writes to the named file, else to "out": so about a third of its first tries
-are right. Half of the transcripts have made-up words, so that it learns to copy them; none is of a held-out pair of
-vessel and file.
+are right. Half of the transcripts have made-up vessels and files, so that it learns to copy them; none is of a
+held-out pair of vessel and file.
 
 Writes runs/terminal/tasks and runs/terminal/start.
 """
@@ -27,7 +27,7 @@ VESSELS = ("cup", "mug", "pan", "box", "tin", "vat", "urn", "keg", "jar")
 ANIMALS = ("ant", "bee", "cat", "dog", "elk", "fox", "hen", "owl", "pig")
 FILES = ("one", "two", "six", "red", "day", "ice", "hat", "log")
 CAREFUL = 0.57
-NUM_HELD_OUT = 16
+NUM_HELD_OUT, BATCH = 16, 32
 
 TASK_TOML = """schema_version = "1.4"
 
@@ -118,7 +118,7 @@ def train(shown: list[list[dict[str, Any]]], tools: list[Any], directory: Path, 
         learning_rate=2e-3,
         lr_scheduler_type="cosine",
         warmup_steps=20,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=BATCH,
         adam_beta2=0.95,
         assistant_only_loss=True,
         activation_checkpointing=False,
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--image", default="debian:stable-slim", help="has sh, bash, cat and echo")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/terminal"))
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -153,7 +153,7 @@ def main() -> None:
     shutil.rmtree(args.output_dir / "tasks", ignore_errors=True)
     write_tasks(args.output_dir / "tasks", args.image, held_out)
     tools = HarborEnv(args.output_dir / "tasks", tool="podman").oai_tools
-    train(transcripts(rng, shown, 32 * args.steps), tools, args.output_dir / "start", args.seed, args.steps)
+    train(transcripts(rng, shown, BATCH * args.steps), tools, args.output_dir / "start", args.seed, args.steps)
 
 
 if __name__ == "__main__":

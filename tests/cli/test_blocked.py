@@ -138,6 +138,7 @@ def test_a_signal_ends_an_evaluation_whose_event_loop_is_blocked(results: Any, n
     assert {row["example_id"] for row in results.rows} == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["SIGTERM", "SIGHUP"])
 def test_a_signal_ends_an_evaluation_at_once_with_its_code_and_a_summary(
     results: Any, number: signal.Signals, code: int
@@ -161,6 +162,7 @@ def test_an_evaluation_starts_no_process_and_no_thread_that_only_watches() -> No
     run.end()
 
 
+@pytest.mark.slow
 def test_what_blocks_the_loop_of_a_thread_is_named_and_a_loop_that_runs_is_not_blocked() -> None:
     thread = LoopThread(close_last=lambda: asyncio.sleep(0), failed=lambda error: None)
     thread.start()
@@ -228,6 +230,7 @@ def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:
     assert not work.requested
 
 
+@pytest.mark.slow
 def test_ctrl_z_stops_the_clock() -> None:
     code = (
         "import asyncio, select, sys, time; from verifiers.interrupt import drained_by_signals\n"

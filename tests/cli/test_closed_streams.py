@@ -27,6 +27,7 @@ def run_in(directory: Path, command: str, **environ: str) -> subprocess.Complete
     return subprocess.run(["sh", "-c", command], cwd=directory, capture_output=True, text=True, timeout=60, env=env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"], ids=["stdin", "stdout", "stderr"])
 def test_an_evaluation_stores_its_rows_where_a_standard_stream_is_closed(closed: str, tmp_path: Path) -> None:
     done = run_in(tmp_path, f"{COMMAND} {closed}")
@@ -43,6 +44,7 @@ def test_a_standard_output_without_room_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_standard_error_without_room_changes_no_exit_code(tmp_path: Path) -> None:
     assert run_in(tmp_path, f"{COMMAND} 2>/dev/full").returncode == 0
     assert run_in(tmp_path, f"{COMMAND} --temperature -1 2>/dev/full").returncode == 2

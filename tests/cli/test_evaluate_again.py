@@ -101,8 +101,9 @@ def test_an_environment_whose_code_changed_is_another_run(server: FakeOpenAIServ
     assert server.request_count == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["Ctrl-C", "Ctrl-C twice"])
+@pytest.mark.parametrize("twice", [False, True], ids=["Ctrl-C", "Ctrl-C twice"])
 def test_an_interrupt_saves_what_is_finished(env_name: str, twice: bool, results: Any) -> None:
     gate = threading.Event()
 

@@ -95,6 +95,7 @@ def test_a_registry_that_is_found_and_cannot_be_used_is_one_sentence(
     assert sentence in said
 
 
+@pytest.mark.slow
 def test_a_hang_is_tried_again_by_default(env_name: str, results: Any) -> None:
     with FakeOpenAIServer("4", faults=[Fault.hang()]) as server:
         assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--rollout-timeout", "12"]) == 0

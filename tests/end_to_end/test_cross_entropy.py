@@ -145,6 +145,7 @@ def test_the_loss_adds_the_mean_cross_entropy_of_each_kind_and_leaves_rollouts_a
     assert trainer.logged("rows/padding") == [0.0]
 
 
+@pytest.mark.slow
 def test_demonstrations_are_learned_beside_rollouts_and_the_same_after_a_resume(
     make_trainer: Callable[..., Any], shown: str, tokenizer: Any, tmp_path: Path
 ) -> None:

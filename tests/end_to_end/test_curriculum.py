@@ -109,9 +109,8 @@ def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_pat
     assert plan_batches(args, vf.EnvGroup([plain, plain], ["a", "b"])).source is None
 
 
-@pytest.mark.parametrize(
-    ("adaptive", "ahead"), [pytest.param(False, 2, marks=pytest.mark.slow), (True, 1)], ids=["stages", "levels"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("adaptive", "ahead"), [(False, 2), (True, 1)], ids=["stages", "levels"])
 def test_a_run_resumed_inside_its_second_stage_trains_on_the_same_prompts(
     wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path, adaptive: bool, ahead: int
 ) -> None:

@@ -208,6 +208,7 @@ class Counts(tiny_world.Dialogue):
             self.together[0] -= 1
 
 
+@pytest.mark.slow
 def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
     make_trainer: Callable[..., Any],
 ) -> None:

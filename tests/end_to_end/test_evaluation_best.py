@@ -82,6 +82,7 @@ def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
 # -- a run that is cut -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stored_evaluations_are_those_of_the_runs_lineage(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     settings = {**EVERY_STEP, "eval_on_start": True, "save_strategy": "steps", "save_steps": 2}
     settings["output_dir"] = tmp_path

@@ -122,6 +122,7 @@ def mixed_answer(body: dict[str, Any]) -> Any:
     return "x" * (50 if word == "long" else 1 + body["seed"] % 3)
 
 
+@pytest.mark.slow
 def test_launched_rollouts_are_the_sum_over_outcomes_whatever_happens(make_fake_trainer: Callable[..., Any]) -> None:
     # only the last block has to wait for a deadline, which all that end by themselves must meet
     ending = ["good" if kind == "hang" else kind for kind in KINDS]

@@ -246,6 +246,7 @@ def answer(body: dict[str, Any]) -> str | Fault:
     return "".join(draw.choice("abcdefgh ") for _ in range(draw.choice([1, 2, 3, 9])))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_budget_or_shared_prompts_reaches_the_weights_and_logs_of_one_without(
     make_fake_trainer: Callable[..., Any],
 ) -> None:

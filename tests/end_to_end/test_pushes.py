@@ -188,6 +188,7 @@ def test_the_server_does_not_move_when_the_trainers_model_does(
     assert ask(server.url) == after
 
 
+@pytest.mark.slow
 def test_training_on_a_clear_reward_improves_it(make_trainer: Callable[..., Any]) -> None:
     """The counterpart of the test above: the same machinery does learn."""
     trainer = make_trainer(tiny_world.single_turn(), learning_rate=5e-3, max_steps=25, num_batches_ahead=1)

@@ -65,6 +65,7 @@ def test_the_reference_below_a_trained_head_is_the_untrained_one(model_dir: Path
     assert second > 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_with_beta_goes_on_from_an_adapter_with_a_trained_head(model_dir: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_dir)
     saved = tmp_path / "adapter"
@@ -106,6 +107,7 @@ bf16 = false
 """
 
 
+@pytest.mark.slow
 def test_what_a_lora_table_saves_is_trained_further_under_its_name(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

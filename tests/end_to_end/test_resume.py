@@ -44,6 +44,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.allclose(one[name], other[name], rtol=0, atol=1e-6) for name in one)
 
 
+@pytest.mark.slow
 def test_a_run_continues_in_the_epoch_in_which_it_was_cut(model_dir: Path, server: Any, tmp_path: Path) -> None:
     """Two blocks an epoch: 3 is in the middle of one."""
     cut = 3
@@ -58,11 +59,12 @@ def test_a_run_continues_in_the_epoch_in_which_it_was_cut(model_dir: Path, serve
     assert same(tiny_world.weights(whole), tiny_world.weights(second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         {"num_batches_ahead": 2, "num_iterations": 2},
-        pytest.param({"num_batches_ahead": 1, "streaming": True, "dynamic_sampling": True}, marks=pytest.mark.slow),
+        {"num_batches_ahead": 1, "streaming": True, "dynamic_sampling": True},
     ],
     ids=str,
 )
@@ -94,6 +96,7 @@ def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**record, "dropped": [{**item, "seconds": 0.0} for item in record["dropped"]]} for record in records]
 
 
+@pytest.mark.slow
 def test_a_run_without_drained_pushes_keeps_what_is_finished_and_generates_the_rest_again(
     make_fake_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:

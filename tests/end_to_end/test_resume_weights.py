@@ -89,6 +89,7 @@ def changed(one: Weights, other: Weights) -> set[str]:
     return {name for name in one if not torch.equal(one[name], other[name])}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_ends_with_the_weights_of_its_checkpoints(
     train: Callable[..., Any], lora: bool, tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_run_resumes_and_ends_with_the_weights_of_its_checkpoints(
     assert max(second.logged("sampling/probe_difference")) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2], ids=["the best", "the newest"])
 def test_a_checkpoint_that_was_changed_ends_the_run_with_the_tensor(
     train: Callable[..., Any], lora: bool, step: int, tmp_path: Path

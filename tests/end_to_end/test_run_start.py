@@ -54,6 +54,7 @@ def steps(trainer: tiny_world.ObservedTrainer, first: int = 0) -> list[int]:
     return [batch["step"] for batch in trainer.seen[first:]]
 
 
+@pytest.mark.slow
 def test_a_run_started_again_keeps_its_checkpoints_and_continues_from_them(
     trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +87,7 @@ def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(
     tiny_world.assert_block_log_is_whole(tmp_path, second.plan)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in: Make, tmp_path: Path) -> None:
     trainer_in(tmp_path).train()
     branched = trainer_in(tmp_path)

@@ -119,6 +119,7 @@ def test_the_forward_kl_over_the_teachers_likeliest_tokens_has_the_gradient_of_f
     torch.testing.assert_close(found, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_a_policy_comes_nearer_to_its_teacher_without_rewards(
     make_trainer: Callable[..., Any], teacher: tiny_world.EmbeddedServer, top_k: int

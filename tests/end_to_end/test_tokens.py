@@ -103,12 +103,13 @@ def train(new_trainer: Callable[..., tiny_world.ObservedTrainer]) -> Callable[..
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "generation"),
     [
         (tool_world.TEMPLATE, "messages"),
         # sent as token ids, also where the template forgets
-        pytest.param(tool_world.FORGETFUL_TEMPLATE, "auto", marks=pytest.mark.slow),
+        (tool_world.FORGETFUL_TEMPLATE, "auto"),
     ],
     ids=["messages", "a template that forgets"],
 )

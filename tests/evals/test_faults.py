@@ -108,6 +108,7 @@ async def test_a_fault_that_passes_is_retried_until_every_rollout_is_completed(n
     assert result.rewards == [1.0] * PLANNED
 
 
+@pytest.mark.slow
 async def test_a_request_that_hangs_is_given_up_at_the_deadline_of_an_attempt_and_made_again() -> None:
     async with FakeOpenAIServer("4", faults=share_of(Fault.hang(), 0.05)) as server:
         result = await run(HttpBackend(Endpoint(server.url, timeout_s=2.0)))

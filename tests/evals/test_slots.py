@@ -53,6 +53,7 @@ def environment(kind: str) -> vf.Environment:
     return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([together if kind == "groups" else alone]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one by one", "groups"])
 def test_slots_are_busy_until_the_tail_whatever_latencies_and_scores_take(in_virtual_time: Any, kind: str) -> None:
     """Latency is log-normal (median 1 s, sigma 1), scoring takes 3 s; in virtual time."""

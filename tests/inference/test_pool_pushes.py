@@ -75,8 +75,7 @@ ROUTES = ["/pause", "/weight_info", "/reset_prefix_cache", "/update_weight_versi
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_request_that_hangs_is_made_again_within_the_deadline(path: str) -> None:
-    with pool_of(1, route_faults={path: [Fault.hang()]}) as (pool, (server,)):
-        pool.timeout_s = 6.0
+    with pool_of(1, route_faults={path: [Fault.hang()]}, timeout_s=3.0) as (pool, (server,)):
         push(pool, 1)
         assert server.weight_version == 1
         assert not server.paused
@@ -161,6 +160,7 @@ def test_what_a_server_refused_is_not_given_to_one_that_comes_back() -> None:
 # -- deadlines and interrupts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_push_to_a_server_that_hangs_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "SHUTDOWN_S", 0.5)
     faults = {"/collective_rpc": [Fault.hang()], "/resume": [Fault.hang()]}

@@ -56,6 +56,7 @@ async def test_five_rollouts_at_once_share_a_server_or_have_their_own(
     assert servers.open == 0
 
 
+@pytest.mark.slow
 def test_a_stdio_server_ends_with_its_event_loop(pids: Pids) -> None:
     env = environment(stdio(pids))
     with FakeOpenAIServer(script(calls(("add", {"a": 1, "b": 2})))) as server:

@@ -61,7 +61,8 @@ def trained_rows(
     return found
 
 
-@pytest.mark.parametrize("library", ["verifiers", pytest.param("trl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["verifiers", "trl"])
 def test_the_stage_at_every_optimizer_step_is_the_files(caplog: pytest.LogCaptureFixture, library: str) -> None:
     """Ranks x accumulation x passes x group size, by the order of TRL's sampler."""
     stages = [

@@ -102,6 +102,7 @@ def trained(url: str, ahead: int, blocks: int = 6) -> tuple[float, str]:
     return total.most_in_flight, bottleneck.advice
 
 
+@pytest.mark.slow
 def test_what_is_advised_where_answers_only_take_long_keeps_more_rollouts_in_flight() -> None:
     # time in which all requests are sent, and beside which those of the trainer are short, also on a busy machine
     with FakeOpenAIServer("yes", latency_s=0.3) as server:

@@ -30,6 +30,7 @@ def left_open() -> list[str]:
     return [str(warning.message) for warning in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency_s", [0.0, 5.0])
 def test_threads_that_close_a_generator_at_once_leave_no_connection_open(latency_s: float) -> None:
     env = vf.SingleTurnEnv(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())

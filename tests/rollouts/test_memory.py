@@ -12,6 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "turns.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("turns", "held_mb", "added_mb"), [(20, 1.0, 10.0), (100, 4.0, 40.0)])
 def test_memory_grows_with_the_tokens_and_not_with_their_square(turns: int, held_mb: float, added_mb: float) -> None:

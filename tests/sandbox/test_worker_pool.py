@@ -162,6 +162,7 @@ def test_nothing_starts_before_the_first_call() -> None:
     pool.close()
 
 
+@pytest.mark.slow
 async def test_a_queued_calls_time_starts_when_a_worker_takes_it(pool: WorkerPool) -> None:
     first = pool.call("time:sleep", 3, timeout_s=60)
     queued = (pool.call("math:sqrt", 4, timeout_s=2.5) for _ in range(3))

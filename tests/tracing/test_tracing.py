@@ -152,6 +152,7 @@ def test_a_share_of_the_rollouts_is_traced_and_each_of_them_whole(evaluate: Eval
     assert drawn(collector.named("rollout")) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_collector_that_is_away_costs_a_line_and_a_few_seconds(
     evaluate: Evaluate, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, hangs: bool
@@ -168,6 +169,7 @@ def test_a_collector_that_is_away_costs_a_line_and_a_few_seconds(
     assert all("spans may be missing" in line for line in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--trace", "http://127.0.0.1:1"]])
 def test_a_run_imports_nothing_of_opentelemetry_and_without_a_trace_nothing_of_ours(
     env_path: str, tmp_path: Path, flags: list[str]

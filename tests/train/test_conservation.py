@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -251,6 +252,7 @@ def arguments() -> Any:
         max_completion_length=7,
         max_tokens_per_micro_batch=None,
         share_prefixes=True,
+        device=torch.device("cpu"),
         top_entropy_quantile=1.0,
     )
 

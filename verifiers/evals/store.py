@@ -120,20 +120,18 @@ def iter_lines(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     path = directory / RESULTS
     if not path.is_file():
         return
-    damaged: tuple[int, Exception] | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if damaged is not None:
-                raise ConfigError(
-                    f"line {damaged[0]} of {str(path)!r} is damaged ({damaged[1]}); repair or delete it."
-                )
             try:
                 row = parse_row(line)
                 _check_row(row)
             except ValueError as error:
-                damaged = number, error
-            else:
-                yield line, row
+                if not line.endswith(b"\n"):
+                    return
+                raise ConfigError(
+                    f"line {number} of {str(path)!r} is damaged ({error}); repair or delete it."
+                ) from error
+            yield line, row
 
 
 def _check_row(row: Mapping[str, Any]) -> None:

@@ -111,8 +111,8 @@ class GRPOConfig(trl.GRPOConfig):
         weight_sync_timeout: deadline for one push, in seconds.
         probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push and
             the first that changes anything always are. 0 never again after these.
-        probe_tolerance: difference accepted between a server's log-probs and the trainer's, in nats: of the worst
-            token 1e-3, or with half precision of the mean token 0.25, when left out.
+        probe_tolerance: difference accepted between a server's log-probs and the trainer's, in nats: the largest of
+            eight tokens, or their mean with half precision; 1e-3, or 0.25, when left out.
         num_generations_eval: completions of each prompt in an evaluation.
         eval_temperature: 0 evaluates greedily.
         num_eval_prompts: prompts of the eval set in an evaluation during training; -1 for all. With several sets, of

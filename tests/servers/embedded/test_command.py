@@ -56,6 +56,7 @@ def call(url: str, body: Any = None) -> Any:
         return json.load(response)
 
 
+@pytest.mark.slow
 def test_the_process_says_where_it_listens_serves_and_ends_on_sigterm(
     spawn: Any, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_the_process_says_where_it_listens_serves_and_ends_on_sigterm(
     assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETLEASE"), reason="only Linux has leases, which stand for a hanging mount")
 def test_a_reload_that_hangs_stops_neither_answers_nor_the_end(
     spawn: Any, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches
 from verifiers.train.batching.training_block import BlockStream, build_training_block
+from verifiers.train.loss.prefixes import SHARED_ROWS
 from verifiers.types import Failure, Outcome, RolloutKey
 
 # without vespo, which is refused where rollouts have several rows
@@ -51,7 +52,7 @@ def a_block(plan: BatchPlan, seed: int, block_id: int = 0) -> ScoredBlock:
 
 
 def some_settings(loss_type: str, **values: Any) -> Any:
-    """Return the settings that building batches reads, without torch's devices."""
+    """Return the settings that building batches reads."""
     defaults = {
         "loss_type": loss_type,
         "scale_rewards": "group",
@@ -235,3 +236,23 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
         found.append(influence(micro_steps, scales, plan))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "rest", "is_shared"), [("cpu", 2, True), ("cpu", 12, True), ("cuda", 2, True), ("cuda", 12, False)]
+)
+def test_a_prompt_is_computed_once_where_that_saves_enough_which_is_more_on_a_gpu(
+    device: str, rest: int, is_shared: bool
+) -> None:
+    sizes = {"per_device": 1, "ranks": 1, "accumulated": 1, "updates": 1, "generations": 4, "iterations": 1}
+    plan = a_plan({**sizes, "groups_lie_across_micro_batches": False})
+    rows = [TokenSequence([1] * 8, [2 + g] * rest, [1] * rest, [-0.5] * rest, [0] * rest) for g in range(4)]
+    rollouts = [
+        Rollout(RolloutKey(0, 0, g), Outcome.COMPLETED, "p", "", reward=float(g), rows=[row])
+        for g, row in enumerate(rows)
+    ]
+    block = build_training_block(
+        ScoredBlock(0, [Group(0, rollouts)]), plan, some_settings("dapo", device=torch.device(device))
+    )
+    found = [SHARED_ROWS in batch for batch in all_micro_batches(block.micro_steps)]
+    assert found == [is_shared]

@@ -52,6 +52,7 @@ def test_a_jump_over_the_window_is_taken_back_with_half_the_learning_rate() -> N
     assert network.weight.item() == 4.0
 
 
+@pytest.mark.slow
 def test_the_warm_start_writes_a_model_that_loads_and_has_learnt(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

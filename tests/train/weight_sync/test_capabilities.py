@@ -209,6 +209,7 @@ async def test_a_vllm_is_read(vllm: ServerClient) -> None:
     )
 
 
+@pytest.mark.slow
 async def test_a_server_that_fails_or_hangs_once_is_asked_again() -> None:
     with FakeOpenAIServer(route_faults={"/v1/models": [Fault(500), Fault.hang(), Fault.disconnect()]}) as server:
         assert (await read_capabilities(ServerClient(server.url, timeout_s=2.0))).models == ("fake",)

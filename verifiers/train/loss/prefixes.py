@@ -44,8 +44,9 @@ class Branches(NamedTuple):
     """Rows that share a prefix: tokens `[start, start + prefix)` of the layout, and the rests of the rows.
 
     Attributes:
-        places_GC: place in the layout of each rest's tokens, the shorter ones filled up.
-        real_B: which of the G x C are not, in order; a mask in its place would make the host wait for the device.
+        places_GC: place in the layout of each rest's tokens; shorter rests are filled up with places of any tokens,
+            which no real token sees.
+        real_B: the real ones among the G x C, row by row; a mask in its place would make the host wait for the GPU.
     """
 
     start: int

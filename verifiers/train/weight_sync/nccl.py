@@ -167,10 +167,10 @@ class NcclSync(ServerSync):
                 return group
         answer = await server.ask("GET", "/get_world_size", timeout_s=time_left(deadline))
         workers = answer.get("world_size") if isinstance(answer, dict) else None
-        if not isinstance(workers, int) or workers < 1:
+        if type(workers) is not int or workers < 1:
             raise WeightSyncError(
                 f"GET {server.root}/get_world_size says {str(answer)[:80]}, which is no number of workers; start the "
-                "server with vf-vllm, or leave weight_sync out."
+                'server with vf-vllm, or set weight_sync="directory".'
             )
         assert self._make_group is not None
         group = self._make_group()

@@ -70,6 +70,8 @@ async def ask_server(
         "max_tokens": _TOKENS,
         "seed": version + 1,
         "logprobs": True if chat else 0,
+        # a mean of few tokens would be that of one
+        "ignore_eos": True,
         "return_token_ids": True,
         **NEUTRAL_SAMPLING,
         ("messages" if chat else "prompt"): prompt,
@@ -128,7 +130,8 @@ def compare_answer(
     if not difference <= tolerance:
         raise WeightProbeError(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
-            f"{difference:.4f} (probe_tolerance is {tolerance:g}): {types}it does not sample from these weights, or "
+            f"{difference:.4f} nats ({'the mean' if half else 'the largest'} of {len(ids)} tokens; probe_tolerance "
+            f"is {tolerance:g}): {types}it does not sample from these weights, or "
             "from another distribution (temperature, tied embeddings kept old; log-probs before processing: start "
             "vLLM with --logprobs-mode processed_logprobs). A server that refused a load in an earlier run may hold "
             "half of it: start it again."
@@ -222,7 +225,7 @@ class LogprobCheck:
                         raise
 
     def note_dtype(self, dtype: str | None) -> None:
-        """Note in which type a server computes: a half-precision one widens the default tolerance."""
+        """Note in which type a server computes: with half precision the mean counts, and the tolerance is wider."""
         self._server_types |= {dtype} if dtype else set()
 
     def begin(self, version: int, pool: ServerPool) -> None:

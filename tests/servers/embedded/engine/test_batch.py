@@ -75,6 +75,7 @@ STATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", STATES, ids=lambda config: config.model_type)
 @pytest.mark.parametrize("prefix_bytes", [0, 2**24])
 def test_layers_with_a_state_keep_it_by_row_while_rows_come_go_and_grow(
