@@ -67,7 +67,7 @@ def outline(path: Path) -> Outline:
 def hostile_rows(rows: Any) -> list[dict[str, Any]]:
     return [
         rows(number, 0, prompt=text, completion=[{"role": text, "content": text, "reasoning_content": text}],
-             answer=text, error=text, info={text: text}, task=text, outcome=text, reward=0.5, **{f"f {text}": 1.0})
+             answer=text, error=text, info={text: text}, task=text, reward=0.5, **{f"f {text}": 1.0})
         for number, text in enumerate(HOSTILE)
     ]  # fmt: skip
 
