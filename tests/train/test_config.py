@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import trl
 
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig, grpo_defaults
 from verifiers.train.conflicts import UNSUPPORTED
+from verifiers.train.models import warn_of_lost_updates
 from verifiers.train.run_plan import training_sampling_args
 
 
@@ -58,6 +60,38 @@ def test_without_an_accelerator_half_precision_and_recomputation_are_off_unless_
     args = GRPOConfig(str(tmp_path), use_cpu=True)
     assert (args.use_cpu, args.bf16, args.activation_checkpointing) == (True, False, False)
     assert GRPOConfig(str(tmp_path), use_cpu=True, gradient_checkpointing=True).activation_checkpointing
+
+
+def test_apples_gpu_is_not_trained_on_and_an_older_gpu_not_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    args = GRPOConfig(str(tmp_path))
+    assert (args.use_cpu, args.bf16) == (True, False)
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert GRPOConfig(str(tmp_path)).bf16 is False
+
+
+def test_trained_weights_of_16_bits_are_warned_of_and_frozen_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    warn_of_lost_updates(model.requires_grad_(False), 1e-6)
+    warn_of_lost_updates(torch.nn.Linear(2, 2), 1e-6)
+    assert not caplog.messages
+    before = model.requires_grad_(True).weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    warn_of_lost_updates(model, 1e-6)
+    (said,) = caplog.messages
+    assert "bfloat16: a step of less than 1/512 of a weight is rounded away" in said
 
 
 def test_replacement_groups_are_bounded_and_off_unless_asked_for(tmp_path: Path) -> None:

@@ -156,7 +156,9 @@ def _server_settings(run: RunFile) -> dict[str, str]:
         return {}
     import torch
 
-    if run.trainer.get("use_cpu") or not torch.accelerator.is_available():
+    from verifiers.train.config import has_accelerator
+
+    if run.trainer.get("use_cpu") or not has_accelerator():
         return {"rollout_device": "cpu"}
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

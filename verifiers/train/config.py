@@ -254,11 +254,14 @@ class GRPOConfig(trl.GRPOConfig):
             self.__dict__.update(type(self)(**{**self._given, **changed}).__dict__)
 
     def _adjust_device(self) -> None:
-        """Turn off half precision and recomputation where there is no accelerator."""
-        accelerator = torch.accelerator.is_available() and not self.use_cpu
+        """Turn off half precision and recomputation where there is no accelerator, or none that has it."""
+        accelerator = has_accelerator() and not self.use_cpu
         if not accelerator:
             self.use_cpu = True
             self.bf16 = bool(self.bf16)
+        elif self.bf16 is None and torch.cuda.is_available():
+            # torch counts what it only emulates, slowly, on GPUs older than Ampere
+            self.bf16 = not self.fp16 and torch.cuda.is_bf16_supported(including_emulation=False)
         if self.activation_checkpointing is None:
             # the old name is still what people write; transformers warns about it
             old = self.gradient_checkpointing
@@ -349,6 +352,15 @@ def setting_name(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
+def has_accelerator() -> bool:
+    """Return whether there is a device to train on beside the CPU.
+
+    Apple's does not count: it has no float64, which loss and sampling compute in.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type != "mps"
+
+
 def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConfig:
     """Return the classic recipe as a config: a start that suits small instruction-tuned models.
 
@@ -359,7 +371,6 @@ def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConf
         run_name: also names the output directory, `outputs/<run_name>`.
         **overrides: any field of GRPOConfig.
     """
-    on_accelerator = torch.cuda.is_available()
     values: dict[str, Any] = {
         "output_dir": f"outputs/{run_name}",
         "run_name": run_name,
@@ -367,7 +378,6 @@ def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConf
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 10,
         "max_steps": 500,
-        "bf16": on_accelerator and torch.cuda.is_bf16_supported(),
         "max_grad_norm": 0.01,
         "max_completion_length": 1024,
         "per_device_train_batch_size": 16,

@@ -116,6 +116,23 @@ def disable_dropout(model: Any, *, warns: bool = True) -> None:
         logger.warning("dropout is off in this run (%s): the sampler and the old log-probs have none.", listed)
 
 
+def warn_of_lost_updates(model: Any, learning_rate: float) -> None:
+    """Say where weights that are trained have 16 bits, in which an optimizer's small steps are rounded away."""
+    import torch
+
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    for kind in kinds & {torch.bfloat16, torch.float16}:
+        name = str(kind).removeprefix("torch.")
+        logger.warning(
+            "the trained weights are %s: a step of less than 1/%d of a weight is rounded away, as most are at "
+            "learning_rate=%g; load them in float32 (dtype='float32' of get_model, or of model_init_kwargs) and set "
+            "bf16=True for speed.",
+            name,
+            round(4 / torch.finfo(kind).eps),
+            learning_rate,
+        )
+
+
 def get_model(name_or_path: str, **kwargs: Any) -> Any:
     """Load a causal language model, or what `get_adapter` loads; `kwargs` go to `from_pretrained`."""
     check_model_path(name_or_path)

@@ -51,6 +51,7 @@ from verifiers.train.models import (
     get_adapter,
     get_tokenizer,
     raises_load_error,
+    warn_of_lost_updates,
 )
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.processes.distributed import Ranks, end_together
@@ -157,6 +158,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if args.kl_in_reward:
             self.beta = 0.0
         disable_dropout(self.model, warns=self.is_world_process_zero())
+        # DeepSpeed keeps weights of 32 bits beside those of 16
+        if self.is_world_process_zero() and not self.is_deepspeed_enabled:
+            warn_of_lost_updates(self.model, args.learning_rate)
         fuse_heads(self)
         use_onednn(self.model, self.ref_model)
         refuse_processes(args, self.accelerator, experts=self.aux_loss_enabled)
