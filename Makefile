@@ -28,7 +28,7 @@ help:
 	@echo "make demo        train a real language model on this machine (five to seven minutes; MODEL= names another)"
 	@echo "make demo-tiny   the same with a model of letters that is made on the spot (about 7 minutes)"
 	@echo "make test        the tests that everyone runs"
-	@echo "make test-slow   faults, ranks, kills, and what takes over four seconds"
+	@echo "make test-slow   faults, ranks, kills, and what takes over five seconds"
 	@echo "make podman      prepare podman for the slow tests of containers (Debian, as root)"
 	@echo "make test-clients  other people's clients against the embedded server"
 	@echo "make test-families  every model family, small: embedded server, pushes, training, tools (8 minutes at most)"

@@ -191,7 +191,13 @@ CASES: dict[str, tuple[str, Callable[[], vf.Environment]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ("slow-rewards", "blocks-the-loop") else ())
+        for kind in CASES
+    ],
+)
 async def test_an_environment_that_has_it(kind: str) -> None:
     last.clear()
     severity, make = CASES[kind]

@@ -124,9 +124,9 @@ def warn_of_lost_updates(model: Any, learning_rate: float) -> None:
     for kind in kinds & {torch.bfloat16, torch.float16}:
         name = str(kind).removeprefix("torch.")
         logger.warning(
-            "the trained weights are %s: a step of less than 1/%d of a weight is rounded away, as most are at "
-            "learning_rate=%g; load them in float32 (dtype='float32' of get_model, or of model_init_kwargs) and set "
-            "bf16=True for speed.",
+            "the trained weights are %s: a step of less than 1/%d of a weight is rounded away, as most are at small "
+            "learning rates (this run's is %g); load them in float32 (dtype='float32' of get_model, or of "
+            "model_init_kwargs) and set bf16=True for speed.",
             name,
             round(4 / torch.finfo(kind).eps),
             learning_rate,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import DeadlineError, Error, WeightProbeError
 from verifiers.inference.retry import retry
@@ -125,8 +127,9 @@ def compare_answer(
                 f"version {version} was pushed, but the server samples from version {span['version']}."
             )
     ours = score(sampled.prompt_ids, ids)
-    differences = [abs(a - b) for a, b in zip(ours, sampled.logprobs, strict=True)]
-    difference = sum(differences) / len(differences) if half else max(differences)
+    # numpy's, as Python's max() may pass over what is not a number
+    differences = np.array([abs(a - b) for a, b in zip(ours, sampled.logprobs, strict=True)])
+    difference = float(differences.mean() if half else differences.max())
     if not difference <= tolerance:
         raise WeightProbeError(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
