@@ -37,6 +37,7 @@ from .errors import (
     WorkerError as WorkerError,
     WorkerTimeoutError as WorkerTimeoutError,
 )
+from .images import image_part as image_part
 from .integrations.dataserver import RemoteEnv as RemoteEnv
 from .integrations.dataserver_trl import RemoteRLDataset as RemoteRLDataset, remote_reward as remote_reward
 from .integrations.gymnasium import GymEnv as GymEnv

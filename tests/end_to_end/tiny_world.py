@@ -5,6 +5,7 @@ Imported by the tests and by the scripts that they run in processes of their own
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,7 +204,7 @@ class ObservedTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        kept: dict[str, Any] = {n: value.clone() for n, value in inputs.items() if n != SHARED_ROWS}
+        kept: dict[str, Any] = {n: copy.deepcopy(value) for n, value in inputs.items() if n != SHARED_ROWS}
         kept |= {"step": self.state.global_step, "computed_tokens": computed_tokens(inputs)}
         if self.keeps_logps:
             kept["current_logps"] = self.logprobs.of_model(self.model, inputs)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from color_patches import COLORS
+from PIL import Image, ImageStat
 from shelf import Policy, Turn
 
 import verifiers as vf
+from verifiers.images import image_bytes, image_urls
 from verifiers.testing import FakeOpenAIServer
 
 __all__ = ["POLICIES", "open_environment"]
@@ -344,8 +349,24 @@ MIXED_TEXT: dict[str, Policy] = {
     "echo": by_task(reverse_text=REVERSE_TEXT["echo"], sentence_repeater=SENTENCE_REPEATER["whole_text"]),
 }
 
+# -- color_patches ------------------------------------------------------------------------------------------------
+
+
+def mean_color(turn: Turn) -> str:
+    (url,) = image_urls(turn.messages)
+    pixels = ImageStat.Stat(Image.open(io.BytesIO(image_bytes(url)))).mean
+    return min(COLORS, key=lambda name: math.dist(pixels, COLORS[name]))
+
+
+COLOR_PATCHES: dict[str, Policy] = {
+    "oracle": mean_color,
+    "always_red": lambda turn: "red",
+    "sentence": lambda turn: f"It is {mean_color(turn)}.",
+}
+
 POLICIES: dict[str, dict[str, Policy]] = {
     "arithmetic_tools": ARITHMETIC_TOOLS,
+    "color_patches": COLOR_PATCHES,
     "complete_sequence": COMPLETE_SEQUENCE,
     "doublecheck": DOUBLECHECK,
     "instructions": INSTRUCTIONS,

@@ -12,8 +12,9 @@ from typing import Any
 import tiny_world
 import torch
 import transformers as hf
-from families import Family
+from families import SIGHTS, Family
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from verifiers_embedded.engine.engine import Engine
@@ -24,6 +25,8 @@ from verifiers_embedded.engine.weights import match_weights, read_weights
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.text.prompts import ChatText
 
+import verifiers as vf
+from verifiers.images import image_bytes
 from verifiers.train.weight_sync.protocol import checkpoint_tensors, policy_tensors
 
 TOLERANCE = 1e-4
@@ -52,7 +55,14 @@ def trained_class(directory: Path) -> Any:
 
 @contextmanager
 def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
-    engine = Engine(loaded.model, decode=lambda ids: "", slots=8, max_model_len=256, prefix_bytes=2**24)
+    engine = Engine(
+        loaded.model,
+        decode=lambda ids: "",
+        slots=8,
+        max_model_len=256,
+        prefix_bytes=2**24,
+        images=loaded.images,
+    )
     engine.start()
     try:
         yield engine
@@ -239,6 +249,79 @@ def chat_text(family: Family) -> ChatText:
     return ChatText(family.tokenizer(), splits_reasoning=True)
 
 
+def check_images(family: Family, directory: Path) -> None:
+    """Read images in any batch as transformers does, before and after a push, and train dialogues that show them."""
+    assert family.name in SIGHTS, "nobody has tried its images"
+    seeing = family.write_with_images(directory / "seeing")
+    loaded = load_model(seeing, device="cpu", dtype="float32", max_model_len=256, with_images=True)
+    assert loaded.images is not None
+    prompts = [
+        loaded.images.read(SIGHTS[family.name].shown * count + "what", noise_images(count)) for count in (1, 2)
+    ]
+    prompts.append((prompts_of(loaded.vocab_size)[4], None))
+    for seed in (0, 1):
+        model = trained_class(seeing).from_pretrained(seeing, dtype=torch.float32).eval()
+        with engine_of(loaded) as engine:
+            if seed:
+                push(engine, loaded, nudged(model, seed), seeing / "push")
+            # alike, and alone
+            asked = [*prompts, *prompts, prompts[1]]
+            sampling = [SamplingParameters(seed=9 + place % 3) for place in range(len(asked))]
+            requests = [
+                GenerationRequest(tuple(ids), _SAMPLED, one, frozenset({loaded.images.token_id}), images=images)
+                for (ids, images), one in zip(asked, sampling, strict=True)
+            ]
+            answers = [future.result(60) for future in engine.submit_all((one, None) for one in requests[:6])]
+            answers.append(engine.submit(requests[7 - 3]).result(60))
+        for (ids, images), answer in zip([*asked[:6], asked[4]], answers, strict=True):
+            whole = torch.tensor([ids + answer.token_ids])
+            # sampled, it stands for no image
+            shown = whole[:, :-1] if answer.token_ids[-1] == loaded.images.token_id else whole
+            with torch.no_grad():
+                given = {} if images is None else loaded.images.inputs(shown, [images], shown.device)
+                logits = model(input_ids=shown, **given).logits[0, len(ids) - 1 :].log_softmax(-1)
+            plain = logits[: len(answer.token_ids)].gather(1, whole[0, len(ids) :, None])[:, 0]
+            assert (plain - torch.tensor(answer.log_probs)).abs().max().item() < TOLERANCE
+        assert answers[1].token_ids == answers[4].token_ids == answers[6].token_ids
+    args = tiny_world.config(
+        seeing / "run", "", rollout_device="cpu", max_images=3, max_completion_length=6, train_vision_tower=True
+    )
+    trainer = tiny_world.ObservedTrainer(str(seeing), Showing(), args)
+    trainer.keeps_logps = True
+    with tiny_world.closing(trainer):
+        trainer.train()
+    assert trainer.largest_difference() < TOLERANCE
+    assert max(trainer.logged("sampling/probe_difference")) < TOLERANCE
+    assert {len(names) for batch in trainer.seen for names in batch.get("images", ())} >= {3}
+
+
+def noise_images(count: int, seed: int = 0) -> list[bytes]:
+    dice = random.Random(seed)
+    noise = [
+        Image.frombytes("RGB", (16, 8 + 8 * place), dice.randbytes(48 * (8 + 8 * place))) for place in range(count)
+    ]
+    return [image_bytes(vf.image_part(one)["image_url"]["url"]) for one in noise]
+
+
+class Showing(tiny_world.Dialogue):
+    """A dialogue whose prompt and each of whose replies show an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shown = [[part_of(16), {"type": "text", "text": f"see {place}"}] for place in range(4)]
+        self.dataset = vf.SingleTurnEnv(
+            dataset=[{"prompt": [{"role": "user", "content": one}], "answer": ""} for one in shown],
+            rubric=self.rubric,
+        ).get_dataset()
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        return [{"role": "user", "content": [part_of(8 + 8 * state["turn"]), {"type": "text", "text": "now"}]}], state
+
+
+def part_of(side: int) -> dict[str, Any]:
+    return vf.image_part(Image.frombytes("RGB", (side, side), random.Random(side).randbytes(side * side * 3)))
+
+
 CHECKS: dict[str, Callable[[Family, Path], None]] = {
     "embedded": check_embedded,
     "pushes": check_pushes,
@@ -247,8 +330,9 @@ CHECKS: dict[str, Callable[[Family, Path], None]] = {
     "resume": check_resume,
     "tools": check_tools,
     "reasoning": check_reasoning,
+    "images": check_images,
 }
-NEEDED = {"pushes": "embedded", "lora": "embedded", "trains": "embedded", "resume": "trains"}
+NEEDED = {"pushes": "embedded", "lora": "embedded", "trains": "embedded", "resume": "trains", "images": "embedded"}
 """Checks that cannot be made where another fails; their cells are then those of the other."""
 
 
@@ -259,6 +343,8 @@ def measure(family: Family, directory: Path) -> tuple[dict[str, str], list[Excep
     reasons: list[Exception] = []
     for name, check in CHECKS.items():
         row[name] = row.get(NEEDED.get(name, ""), "yes")
+        if name == "images" and not family.is_multimodal:
+            row[name] = ""
         if row[name] != "yes":
             continue
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import string
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from formats import (
     Format,
 )
 from tiny_models import character_tokenizer
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 _PAD = "<pad>"
@@ -51,6 +55,64 @@ _UNREAD = frozenset(
     {"DeepSeek V3", "DeepSeek V3.2", "MiniMax M2", "LFM2", "Gemma 3", "Gemma 3 1B", "Gemma 3n", "SmolVLM"}
 )
 """Families whose models write calls in a format that is not read here, or were not taught to call tools."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How a family sees images.
+
+    Attributes:
+        marks: tokens by the names of their ids in the config.
+        shown: what a chat template prints for an image.
+        processor: makes the family's own image processor, for the tower in `configs`.
+        settings: of the processor as a whole, and of the tokenizer.
+    """
+
+    marks: dict[str, str]
+    shown: str
+    processor: Callable[[], Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+
+
+_QWEN_SIGHT = Sight(
+    {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    lambda: Qwen2VLImageProcessorPil(
+        patch_size=4, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    ),
+)
+_GEMMA3_MARKS = {
+    "image_token_id": "<image_soft_token>",
+    "boi_token_index": "<start_of_image>",
+    "eoi_token_index": "<end_of_image>",
+}
+_GEMMA3_SIGHT = Sight(
+    _GEMMA3_MARKS,
+    "<start_of_image>",
+    lambda: Gemma3ImageProcessorPil(size={"height": 16, "width": 16}),
+    {"image_seq_length": 4},
+    dict(zip(("image_token", "boi_token", "eoi_token"), _GEMMA3_MARKS.values(), strict=True)),
+)
+SIGHTS = {
+    "Qwen 3.5": _QWEN_SIGHT,
+    "Qwen 3.5 MoE": _QWEN_SIGHT,
+    "Qwen2.5-VL": _QWEN_SIGHT,
+    "Qwen3-VL": _QWEN_SIGHT,
+    "Gemma 3": _GEMMA3_SIGHT,
+}
+"""Families of which images are tried."""
+
+_IMAGES_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ':' }}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ 'SHOWN' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endif %}{{ 'END' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -83,9 +145,33 @@ class Family:
         ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
         return CONFIGS[self.name](ids)
 
+    @property
+    def is_multimodal(self) -> bool:
+        return type(self.config()) in hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    def write_with_images(self, directory: Path) -> Path:
+        """Write a checkpoint that sees images, with a plain chat template that shows them."""
+        sight, tokenizer = SIGHTS[self.name], self.tokenizer()
+        tokenizer.add_tokens(list(sight.marks.values()), special_tokens=True)
+        shown = _IMAGES_TEMPLATE.replace("SHOWN", sight.shown).replace("END", self.format.special[0])
+        tokenizer.chat_template = shown
+        ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+        config = CONFIGS[self.name](ids)
+        for name, mark in sight.marks.items():
+            setattr(config, name, tokenizer.convert_tokens_to_ids(mark))
+        self._write(config, tokenizer, directory)
+        for name, mark in sight.named.items():
+            tokenizer.init_kwargs[name] = mark
+        tokenizer.save_pretrained(directory)
+        sight.processor().save_pretrained(directory)
+        (directory / "processor_config.json").write_text(json.dumps(sight.settings))
+        return directory
+
     def write(self, directory: Path, seed: int = 0) -> Path:
         """Write a checkpoint as the family's are: with towers, where it has them, and under its own names."""
-        config = self.config()
+        return self._write(self.config(), self.tokenizer(), directory, seed)
+
+    def _write(self, config: Any, tokenizer: Any, directory: Path, seed: int = 0) -> Path:
         torch.manual_seed(seed)
         multimodal = type(config) in hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         kind = hf.AutoModelForImageTextToText if multimodal else hf.AutoModelForCausalLM
@@ -95,7 +181,6 @@ class Family:
                 if parameter.ndim > 1:
                     # far from flat distributions
                     parameter.mul_(4)
-        tokenizer = self.tokenizer()
         ends = [self.format.special[0], self.format.call_ends]
         model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids(token) for token in ends if token]
         model.save_pretrained(directory)

@@ -26,7 +26,7 @@ such a model holds for a large one of its type as far as names, layouts, caches 
 
 - **embedded**: the [embedded server](embedded-server.md) loads it and samples the same tokens alone and in a batch;
   their log-probs are those of transformers' own forward pass within 1e-4, also behind turns that were kept. Of
-  multimodal checkpoints the text side is served, without the tower; images are not trained. "refused": before
+  multimodal checkpoints the text side is served, without the tower, where no image comes. "refused": before
   anything is loaded, by the model type and the kind of its layers.
 - **pushes**: weights arrive through a directory, also where a checkpoint's names are not those in memory (fused
   experts, prefixes), and agree as above.
@@ -36,6 +36,9 @@ such a model holds for a large one of its type as far as names, layouts, caches 
 - **resume**: a resumed run has the weights that were saved, to the last bit.
 - **tools**: calls are read in the format that the family's models write, and its chat template prints them again.
 - **reasoning**: thoughts are told apart from the answer (`--reasoning-parser think`; for gpt-oss always).
+- **images**: of multimodal models: prompts with images get the log-probs of transformers' own pass within 1e-4, in
+  any batch and after a push, and dialogues in which each turn shows one are trained ([guide](../guides/images.md)).
+  "no": not tried.
 
 Layers with a state (Qwen 3.5, Qwen3-Next, Granite 4, LFM2, Nemotron-H) keep one a sequence, whatever its length. A
 state cannot be cut back, so a prompt goes on from a kept turn only where it begins with all of it, as turns by token

@@ -456,7 +456,7 @@ async def test_images_of_tools_are_passed_on_in_evaluation_and_refused_in_traini
         answer = await response.json()
     if trains:
         assert response.status == 400
-        assert "'image_url', and training takes text alone" in answer["error"]["message"]
+        assert "more images than max_images=0" in answer["error"]["message"]
         # the agent's mistake, not every rollout's
         assert session.client.fatal_error is None
         assert not server.requests

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, DeadlineError, GenerationError, GeneratorClosedError
+from verifiers.images import ImageStore
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
@@ -73,6 +74,7 @@ class AsyncBatchGenerator:
         check_call: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], None] | None = None,
         vocab_size: int | None = None,
         mask_source: MaskSource | None = None,
+        images: ImageStore | None = None,
         group_policy: GroupPolicy | None = None,
         teacher: Teacher | None = None,
     ) -> None:
@@ -93,6 +95,7 @@ class AsyncBatchGenerator:
             "check_call": check_call and functools.partial(check_call, fields_given(env, sampling_args or {})),
             "vocab_size": vocab_size,
             "mask_source": mask_source,
+            "images": images,
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
         self._group_policy, self._teacher = group_policy, teacher

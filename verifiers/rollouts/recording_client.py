@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError, ProviderError
+from verifiers.images import ImageStore
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, GENERATE, Backend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy, retry
@@ -103,16 +104,23 @@ def turn_seed(rollout_seed: int, turn: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def refuse_non_text(messages: Any, whose: str) -> None:
-    """Refuse messages of training that hold images, audio or files: a row of token ids has no place for them."""
+def refuse_non_text(messages: Any, whose: str, max_images: int = 0) -> None:
+    """Refuse messages of training that hold audio, files, or more images than the run takes in a prompt."""
+    images = 0
     for message in () if isinstance(messages, str) else messages:
         content = message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)
         for part in content if isinstance(content, list) else ():
             kind = "text" if isinstance(part, str) else str(message_field(part, "type") or "text")
-            if kind not in ("text", "refusal"):
+            images += kind == "image_url"
+            if images > max_images and kind == "image_url":
                 raise ConfigError(
-                    f"{whose} has a content part of type {kind!r}, and training takes text alone; leave such rows "
-                    "and replies out of training, or evaluate on them."
+                    f"{whose} has more images than max_images={max_images}; set it to the most that a prompt of this "
+                    "run holds, or leave such rows and replies out of training."
+                )
+            if kind not in ("text", "refusal", "image_url"):
+                raise ConfigError(
+                    f"{whose} has a content part of type {kind!r}, and training takes text and images "
+                    "({'type': 'image_url'}) alone; leave such rows and replies out, or evaluate on them."
                 )
 
 
@@ -199,6 +207,7 @@ class RolloutClient:
             raises ConfigError where the trainer assumes another distribution.
         mask_source: how the server tells which tokens were left to draw from; None where nobody needs that.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
+        images: keeps the images of trained calls; None where training takes text alone.
 
     Attributes:
         is_recording: calls go into the trace. It ends with the rollout: its rewards may still ask.
@@ -223,6 +232,7 @@ class RolloutClient:
         vocab_size: int | None = None,
         mask_source: MaskSource | None = None,
         group: Hashable = None,
+        images: ImageStore | None = None,
     ) -> None:
         # the turns of one rollout share a prefix, which one of several servers then holds
         self._backend = backend.for_rollout(group) if isinstance(backend, ServerPool) else backend
@@ -236,6 +246,7 @@ class RolloutClient:
         self._check_call = check_call
         self._vocab_size = vocab_size
         self._mask_source: MaskSource | None = mask_source
+        self._images = images
         self._ids = _GrowingIds()
         self._begun = 0
         self._has_asked = False
@@ -332,7 +343,8 @@ class RolloutClient:
         """Refuse arguments of a trained call under which its answer could not be trained."""
         if not self._require_tokens:
             return
-        refuse_non_text(arguments.get("messages") or "", "a call of the environment")
+        most = self._images.max_images if self._images is not None else 0
+        refuse_non_text(arguments.get("messages") or "", "a call of the environment", most)
         fields = {**arguments, **(arguments.get("extra_body") or {})}
         if isinstance(n := fields.get("n"), int) and n > 1:
             raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
@@ -345,6 +357,7 @@ class RolloutClient:
 
     async def _call_policy(self, path: str, given: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         arguments, is_cut = self._prepared(path, given)
+        names = [] if self._images is None else self._images.keep_all(given.get("messages") or "")
         call: ChatCall | None = None
         sampled: _Sampled | None = None
         if self._tokens is not None and path == CHAT:
@@ -359,7 +372,7 @@ class RolloutClient:
         self.last_error = None
         if tokens is None:
             return response, None
-        turn = self._turn(tokens, sampled.version)
+        turn = self._turn(tokens, sampled.version, names)
         recorded = RecordedAnswer(tokens.finish_reason, tokens.usage, turn, tokens.refusal)
         self.answers.append(recorded)
         if recorded.turn is None:
@@ -462,7 +475,7 @@ class RolloutClient:
             arguments["extra_body"] = extra
         return arguments, bool(mask)
 
-    def _turn(self, tokens: SampledTokens, version_before: int) -> Turn | None:
+    def _turn(self, tokens: SampledTokens, version_before: int, images: Sequence[str]) -> Turn | None:
         if tokens.prompt_ids is None or tokens.completion_ids is None or tokens.logprobs is None:
             return None
         versions, all_reported = _versions(tokens.versions, len(tokens.completion_ids), version_before)
@@ -473,7 +486,8 @@ class RolloutClient:
         kept: Sequence[Sequence[int]] = tokens.kept or ()
         counts, ids = array("i", map(len, kept)), array("i", itertools.chain.from_iterable(kept))
         logprobs = array("d", tokens.logprobs)
-        return Turn(*held, logprobs, versions, tokens.finish_reason, newest, _role.get(), counts, ids)
+        reason, role = tokens.finish_reason, _role.get()
+        return Turn(*held, logprobs, versions, reason, newest, role, counts, ids, tuple(images))
 
 
 def _total(counts: list[int | None]) -> int | None:
@@ -515,7 +529,9 @@ def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
         longest: tuple[TokenSequence, Sequence[int]] | None = None
         of_role = [row for row in rows if row.role == turn.role]
         for row in reversed(of_role):
-            added = _added_ids(row, prompt_ids)
+            # the ids of two images may be the same
+            is_of_row = turn.images[: len(row.images)] == row.images
+            added = _added_ids(row, prompt_ids) if is_of_row else None
             if added is not None and (longest is None or len(added) < len(longest[1])):
                 longest = row, added
         if longest is None:
@@ -551,5 +567,6 @@ def _append_turn(row: TokenSequence, environment_ids: Sequence[int], turn: Turn)
     row.logprobs += [0.0] * written + list(turn.logprobs)
     row.versions += [-1] * written + list(turn.versions)
     row.is_truncated = turn.finish_reason == "length"
+    row.images = turn.images
     if turn.newest_version is not None:
         row.unreported_version = max(turn.newest_version, row.unreported_version or 0)

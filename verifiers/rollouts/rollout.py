@@ -52,6 +52,7 @@ class Turn:
         role: of `client.role(name)`; None for the rollout's own client.
         kept_counts, kept_ids: how many ids each token was drawn from, 0 for all, and these; empty where nothing was
             left out.
+        images: of the prompt, in its order, by their names in the run's `ImageStore`.
     """
 
     prompt_ids: Sequence[int]
@@ -63,6 +64,7 @@ class Turn:
     role: str | None = None
     kept_counts: Sequence[int] = ()
     kept_ids: Sequence[int] = ()
+    images: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class TokenSequence:
         teacher_ids_logprobs: the teacher's log-probs of these.
         kept_counts: how many ids each token was drawn from, 0 for all; length T, or 0 where nothing was left out.
         kept_ids: these, of one token after another.
+        images: of the row's turns, as in `Turn`.
     """
 
     prompt_ids: MutableSequence[int]
@@ -98,6 +101,7 @@ class TokenSequence:
     role: str | None = None
     kept_counts: MutableSequence[int] = field(default_factory=list)
     kept_ids: MutableSequence[int] = field(default_factory=list)
+    images: Sequence[str] = ()
     turn_lengths: dict[int, int] = field(default_factory=dict)
 
     def pack(self) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.errors import ConfigError, ModelError, OverlongPromptError, RolloutWorkerError
+from verifiers.images import ImageStore
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.inference.retry import RetryPolicy
@@ -123,6 +124,7 @@ class Run:
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
         check_call: of each trained call where tokens are required; see `RolloutClient`, also for `mask_source`.
+        images: keeps the images of trained calls, as in `RolloutClient`.
         teacher: tells how likely the tokens of rollouts that were played are to it, before they are scored.
         on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
@@ -143,6 +145,7 @@ class Run:
     check_call: Callable[[Mapping[str, Any]], None] | None = None
     vocab_size: int | None = None
     mask_source: MaskSource | None = None
+    images: ImageStore | None = None
     teacher: Teacher | None = None
     on_end: Callable[[Rollout], None] | None = None
     on_rollout: Callable[[Rollout], None] | None = None
@@ -179,6 +182,7 @@ class Run:
                 check_call=self.check_call,
                 vocab_size=self.vocab_size,
                 mask_source=self.mask_source,
+                images=self.images,
                 group=(request.key.block_id, request.key.example_id),
             )
         return client

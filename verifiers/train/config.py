@@ -96,6 +96,9 @@ class GRPOConfig(trl.GRPOConfig):
             less than a fifth of the tokens (on a GPU less than half), and for models that do not compute both alike
             (linear attention, state spaces, a sliding window below `max_seq_len`, attention kernels other than
             "sdpa") or train a router loss.
+        max_images: most images of a prompt; with 0 training takes text alone. The model needs a processor of images,
+            and a server of its own `--max-images`.
+        train_vision_tower: train what images pass through too, which stays frozen otherwise.
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a micro-batch
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
@@ -174,6 +177,8 @@ class GRPOConfig(trl.GRPOConfig):
     kl_in_reward: bool = False
     max_tokens_per_micro_batch: int | None = None
     share_prefixes: bool = True
+    max_images: int = 0
+    train_vision_tower: bool = False
     old_logprobs_batch_size: int | None = None
     rollout_device: str | None = None
     rollout_chunk_size: int = 64

@@ -187,6 +187,14 @@ def _rollouts(args: Any) -> _Refusals:
         "are all the same; give a temperature above 0, or num_generations_eval=1.",
     )
     yield (
+        args.max_images < 0,
+        f"max_images is {args.max_images}; give the most images of a prompt, or 0 for text alone.",
+    )
+    yield (
+        args.train_vision_tower and not args.max_images,
+        "train_vision_tower trains what images pass through, and max_images=0 lets none come; set max_images.",
+    )
+    yield (
         args.old_logprobs_on_rollout_device and args.rollout_device is None,
         "old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.",
     )
@@ -239,6 +247,11 @@ def _loss(args: Any) -> _Refusals:
         bool(teacher) and args.temperature != 1.0,
         f"a teacher's log-probs are at temperature 1, and the policy samples at temperature={args.temperature}; set "
         "temperature=1.0.",
+    )
+    yield (
+        bool(teacher) and args.max_images > 0,
+        f"a teacher is asked by token ids, which hold no image, and max_images is {args.max_images}; leave one of "
+        "the two out.",
     )
     yield (
         bool(teacher) and args.dynamic_sampling,

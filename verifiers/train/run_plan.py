@@ -100,7 +100,7 @@ def plan_batches(args: GRPOConfig, env: Any, curriculum: Curriculum | Curriculum
     # a column holds one type throughout, so where the first content is text all are
     if not isinstance(prompt, str) and any(isinstance(message.get("content"), list) for message in prompt):
         for number, prompt in enumerate(rows["prompt"]):
-            refuse_non_text(prompt, f"the prompt of training row {number}")
+            refuse_non_text(prompt, f"the prompt of training row {number}", args.max_images)
     source: RowSource | None = getattr(env, "row_source", None)
     if curriculum is not None:
         if source is not None:

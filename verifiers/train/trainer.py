@@ -21,8 +21,10 @@ from transformers import PrinterCallback, ProgressCallback
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
+from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError
 from verifiers.evals.export import raises_hub_error
+from verifiers.images import ImageStore
 from verifiers.interrupt import Termination
 from verifiers.keywords import parameter_names
 from verifiers.monitoring.stage_timer import in_stage
@@ -40,6 +42,7 @@ from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
+from verifiers.train.image_processor import ImageError, ImageProcessor, RowImages, towers
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.loss.policy_loss import policy_loss
 from verifiers.train.loss.prefixes import can_share
@@ -178,6 +181,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.ranks = Ranks(accelerator)
         self.monitor = RunMonitor(args, plan, self.env, model, accelerator.device)
         self.timer = self.monitor.timer
+        self.images = self._load_images()
         self.weights = PolicyWeights(self.ranks, accelerator.unwrap_model(model))
         self.logprobs = PolicyLogprobs(
             accelerator,
@@ -186,6 +190,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.ref_model,
             batch_size=args.old_logprobs_batch_size,
             temperature=self.temperature,
+            images=self.images,
         )
         self.check = LogprobCheck.of_run(
             args,
@@ -194,7 +199,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._score_tokens,
             on_result=self._log_probe,
         )
-        self.publisher = WeightPublisher(args, client, weight_sync, self.weights, tokenizer, self._rows, self.check)
+        self.publisher = WeightPublisher(
+            args, client, weight_sync, self.weights, tokenizer, self._rows, self.check, self.images
+        )
         self.session = RolloutSession(
             args,
             [self.env, *(one.env for one in run.eval_sets)],
@@ -206,6 +213,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.timer,
             # DeepSpeed takes its optimizer step with the last backward pass, before a check could be judged
             checks_meanwhile=not self.is_deepspeed_enabled,
+            images=None if self.images is None else self.images.store,
         )
         self.evaluator = Evaluator(
             args, plan, self.ranks, self.timer, self.env, run.eval_sets, run.sampling_args, self.session
@@ -240,6 +248,22 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         self.updates = FiniteUpdates(accelerator, self.ranks, self.data_loop.drop_update)
 
+    def _load_images(self) -> RowImages | None:
+        """Return how prompts with images are read, where the run takes any, and freeze what they pass through."""
+        args = self.args
+        if not args.max_images:
+            return None
+        policy = self.accelerator.unwrap_model(self.model)
+        base = policy.get_base_model() if is_peft_model(policy) else policy
+        try:
+            processor = ImageProcessor.load(base.config._name_or_path, self.processing_class, base.config)
+        except ImageError as error:
+            raise ConfigError(f"max_images={args.max_images}: {error}.") from error
+        if not args.train_vision_tower:
+            for part in towers(base).values():
+                part.requires_grad_(False)
+        return RowImages(processor, ImageStore(Path(str(args.output_dir)) / "images", args.max_images))
+
     def _load_demonstrations(self) -> Demonstrations | None:
         """Return the run's demonstrations on rank 0, which makes the rows; None elsewhere, and without any."""
         args, dataset, loaded = self.args, self.args.demonstrations, list[Demonstrations]()
@@ -257,11 +281,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Turn `share_prefixes` off where the model cannot; rows are packed by it too."""
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         base = policy.get_base_model() if is_peft_model(policy) else policy
-        if args.share_prefixes and (self.aux_loss_enabled or not can_share(base, args.max_seq_len)):
+        if args.share_prefixes and (
+            self.aux_loss_enabled or args.max_images or not can_share(base, args.max_seq_len)
+        ):
             args.share_prefixes = False
             logger.warning(
                 "each row is computed on its own: its prompt cannot be shared with this model (linear attention, a "
-                "window below max_seq_len, a kernel that is not sdpa, or a router loss)"
+                "window below max_seq_len, a kernel that is not sdpa, images, or a router loss)"
             )
 
     def _set_callbacks(self, given: Sequence[Any]) -> None:
@@ -355,7 +381,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         return {**self.monitor.note_block(block, trained, step), "num_tokens": tokens_seen}
 
     def _score_tokens(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
-        return self.logprobs.of_tokens(prompt_ids, ids, together=self.weights.is_sharded)
+        names: list[str] = []
+        if self.images is not None:
+            names = self.images.store.keep_all(row_fields(self._rows[0])[0])
+        return self.logprobs.of_tokens(prompt_ids, ids, names, together=self.weights.is_sharded)
 
     def _log_probe(self, result: ProbeResult) -> None:
         self._log_values({"sampling/probe_difference": result.difference})

@@ -42,6 +42,13 @@ def parser() -> CommandParser:
     add("--dtype", choices=("float32", "bfloat16", "auto"), default="auto", help="auto: float32 on the CPU")
     add("--max-model-len", type=_positive, metavar="N", help="context in tokens (default: the model's)")
     add(
+        "--max-images",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="most images in a prompt; with 0 a multimodal model is loaded without its tower",
+    )
+    add(
         "--tool-call-parser",
         choices=("auto", "none", *FORMATS),
         default="auto",

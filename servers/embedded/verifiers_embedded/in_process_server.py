@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from verifiers.server_process import bind, url_of
-from verifiers_embedded.engine.loading import LoadedModel, drop_towers, prepared, text_model_class
+from verifiers.train.image_processor import ImageProcessor
+from verifiers_embedded.engine.loading import LoadedModel, drop_towers, model_class, prepared
 from verifiers_embedded.engine.weights import copy_weights, match_weights
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.serving import Service
@@ -26,6 +27,8 @@ def frozen_copy(
     tensors: Mapping[str, torch.Tensor],
     device: str | torch.device,
     dtype: torch.dtype | None = None,
+    *,
+    with_towers: bool = False,
 ) -> Any:
     """Return a model of its own: made from the config, filled with the tensors, in eval mode, without gradients.
 
@@ -38,8 +41,10 @@ def frozen_copy(
     number = dtype or (kinds.pop() if len(kinds) == 1 else torch.float32)
     # random values would be overwritten, and take 10 s for a model of 0.6 B
     with no_init_weights():
-        model: Any = text_model_class(config).from_config(copy.deepcopy(config), dtype=number)
-    drop_towers(model)
+        kind = model_class(config, with_images=with_towers)
+        model: Any = kind.from_config(copy.deepcopy(config), dtype=number)
+    if not with_towers:
+        drop_towers(model)
     model.tie_weights()
     model = model.to(device).eval().requires_grad_(False)
     copy_weights(match_weights(model, dict(tensors)))
@@ -73,11 +78,12 @@ class InProcessServer:
         device: str | torch.device,
         dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
+        images: ImageProcessor | None = None,
         **options: Any,
     ) -> InProcessServer:
         """Return a server of a frozen copy of a policy; `options` are those of the class."""
-        model = frozen_copy(config, tensors, device, dtype)
-        return cls(prepared(model, tokenizer, max_model_len=max_model_len), **options)
+        model = frozen_copy(config, tensors, device, dtype, with_towers=images is not None)
+        return cls(prepared(model, tokenizer, max_model_len=max_model_len, images=images), **options)
 
     @property
     def model(self) -> Any:

@@ -38,6 +38,7 @@ class Service:
         seed: of the stream from which requests without a seed get theirs.
         record: `decoding.cuda_graph`, or None to record no passes.
         api_key: what requests must bring as a bearer token; None asks for none.
+        max_images: most images of a prompt, where the model was loaded with its tower.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Service:
         record: Record | None = None,
         api_key: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        max_images: int = 0,
     ) -> None:
         self.loaded, self.name, self.slots, self.prefix_bytes = loaded, name, slots, prefix_bytes
-        self.text = ChatText(loaded.tokenizer, tool_format, splits_reasoning=splits_reasoning)
+        self.text = ChatText(loaded.tokenizer, tool_format, splits_reasoning=splits_reasoning, images=loaded.images)
         self.engine = Engine(
             loaded.model,
             decode=self.text.decode,
@@ -67,6 +69,7 @@ class Service:
             prefix_bytes=prefix_bytes,
             record=record,
             cache_tokens=loaded.cache_tokens_beside(slots),
+            images=loaded.images,
         )
         self.api_key = api_key
         self._routes = Routes(
@@ -77,6 +80,7 @@ class Service:
             seed=seed,
             api_key=api_key,
             max_body_bytes=max_body_bytes,
+            max_images=max_images,
         )
 
     async def start(self, listener: socket.socket) -> web.AppRunner:
@@ -126,6 +130,7 @@ def serve(arguments: argparse.Namespace, model: Path, name: str, api_key: str | 
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         cache_bytes=None if arguments.kv_cache_mib is None else arguments.kv_cache_mib * 2**20,
+        with_images=arguments.max_images > 0,
     )
     service = Service(
         loaded,
@@ -139,6 +144,7 @@ def serve(arguments: argparse.Namespace, model: Path, name: str, api_key: str | 
         record=cuda_graph if arguments.cuda_graphs else None,
         api_key=api_key,
         max_body_bytes=arguments.max_body_mib * 2**20,
+        max_images=arguments.max_images,
     )
     return asyncio.run(_serve(service, arguments, listener))
 

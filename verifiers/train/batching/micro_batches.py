@@ -119,6 +119,7 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
           (R, C, K), where its K likeliest tokens were asked for; 0 off the sampled tokens
         - `kept_counts` (R, C), int32: how many ids each token was drawn from, 0 for all; and `kept_ids`, these of one
           token after another, row by row; only where the sampler left any out
+        - `images`: the names of each row's images, as a list of R, where there are any
         - `ce_mask` (R, C): 1 on tokens that are trained by cross-entropy, where there are any
         - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a row without a rollout),
           `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool
@@ -157,6 +158,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
     if any(sample.ce_mask for sample in samples):
         columns = (sample.ce_mask or [0] * len(sample.row.loss_mask) for sample in samples)
         given["ce_mask"] = of_completions(columns, torch.int64)
+    if any(row.images for row in rows):
+        given["images"] = [tuple(row.images) for row in rows]
     if any(row.teacher_logprobs for row in rows):
         logprobs = (row.teacher_logprobs or [0.0] * len(row.loss_mask) for row in rows)
         given["teacher_logps"] = of_completions(logprobs, torch.float32)

@@ -14,6 +14,7 @@ from verifiers.data.sampler import rollout_seed
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.errors import GenerationError
+from verifiers.images import ImageStore
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.wire import refuse_biased_call
 from verifiers.monitoring.stage_timer import StageTimer
@@ -48,7 +49,9 @@ class RolloutSession:
         timer: StageTimer,
         *,
         checks_meanwhile: bool,
+        images: ImageStore | None = None,
     ) -> None:
+        self._images = images
         self._args, self._envs, self._rows, self._plan = args, envs, rows, plan
         self._sampling_args, self._publisher, self._timer = sampling_args, publisher, timer
         self._checks_meanwhile, self._tokenizer = checks_meanwhile, tokenizer
@@ -111,6 +114,7 @@ class RolloutSession:
             check_call=functools.partial(refuse_biased_call, args.temperature),
             vocab_size=publisher.vocab_size,
             mask_source=publisher.mask_source,
+            images=self._images,
             group_policy=GroupPolicy(
                 retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
             ),

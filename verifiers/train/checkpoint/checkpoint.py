@@ -302,6 +302,7 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
                 row.role,
                 list(row.kept_counts),
                 list(row.kept_ids),
+                list(row.images),
                 list(row.turn_lengths.items()),
             ]
             for row in rollout.rows
@@ -322,7 +323,7 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
 def _row_from(*saved: Any) -> TokenSequence:
     *columns, lengths = saved
     row = TokenSequence(*columns)
-    row.turn_lengths = dict(lengths)
+    row.turn_lengths, row.images = dict(lengths), tuple(row.images)
     return row
 
 

@@ -10,7 +10,6 @@ soft-capped logits, and Liger needs Triton.
 from __future__ import annotations
 
 import functools
-import itertools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
+from verifiers.train.image_processor import RowImages
 from verifiers.train.loss.prefixes import SHARED_ROWS, whole_rows
 from verifiers.train.processes.distributed import Ranks
 
@@ -249,7 +249,7 @@ class PolicyLogprobs:
     Args:
         reference: the reference model; None where the policy without its adapter is the reference.
         batch_size: rows in one forward pass; None for all of a micro-batch.
-        shares: what rows begin with alike may be computed once.
+        images: reads the images of rows; None where there are none.
     """
 
     def __init__(
@@ -261,9 +261,10 @@ class PolicyLogprobs:
         *,
         batch_size: int | None,
         temperature: float,
+        images: RowImages | None = None,
     ) -> None:
         self._accelerator, self._ranks, self._policy, self._reference = accelerator, ranks, policy, reference
-        self._batch_size, self._temperature = batch_size, temperature
+        self._batch_size, self._temperature, self._images = batch_size, temperature, images
         ranks.register("score", self.of_policy)
 
     def score(self, model: Any, batch: Mapping[str, Any], *, experts: bool = False) -> Scored:
@@ -284,6 +285,8 @@ class PolicyLogprobs:
             options["output_router_logits"] = True
         elif (shared := batch.get(SHARED_ROWS)) is not None:
             options = shared.to(device).inputs()
+        if self._images is not None:
+            options |= self._images.inputs(ids_RT, batch)
         before = ids_RT.shape[1] - width
         if "teacher_ids" in batch:
             options["others"] = torch.nn.functional.pad(batch["teacher_ids"].to(device), (0, 0, before, 0))
@@ -301,10 +304,7 @@ class PolicyLogprobs:
         """Return the log-probs (R, C) of a micro-batch's completions under a model."""
         was_training, size, parts = model.training, self._batch_size, [batch]
         if size is not None and size < len(batch["completion_ids"]):
-            sides = [f"{side}_{kind}" for side in ("prompt", "completion") for kind in ("ids", "mask")]
-            columns = zip(*(batch[name].split(size) for name in sides), strict=True)
-            parts = [dict(zip(sides, column, strict=True)) for column in columns]
-            parts = [{**part, **kept} for part, kept in zip(parts, split_kept(batch, size), strict=False)]
+            parts = list(split_rows(batch, size))
         model.eval()
         try:
             return torch.cat([self.score(model, part).logps_RC for part in parts])
@@ -331,48 +331,68 @@ class PolicyLogprobs:
         size = self._batch_size or len(batch["completion_ids"])
         # as the accelerator wraps the policy's forward
         with self._accelerator.autocast():
-            logps = log_probs_of_copy(copy, batch, self._temperature, size)
+            logps = log_probs_of_copy(copy, batch, self._temperature, size, self._images)
         return logps.to(self._accelerator.device)
 
-    def of_tokens(self, prompt_ids: Sequence[int], ids: Sequence[int], *, together: bool = False) -> list[float]:
+    def of_tokens(
+        self,
+        prompt_ids: Sequence[int],
+        ids: Sequence[int],
+        images: Sequence[str] = (),
+        *,
+        together: bool = False,
+    ) -> list[float]:
         """Return the log-prob of each token of one completion under the policy as it is now.
 
         Args:
             together: all ranks compute it, from inside `Ranks.on_rank_0`; for a sharded policy.
         """
-        batch = {"prompt_ids": torch.tensor([list(prompt_ids)]), "completion_ids": torch.tensor([list(ids)])}
+        batch: dict[str, Any] = {"images": [tuple(images)]} if images else {}
+        batch |= {"prompt_ids": torch.tensor([list(prompt_ids)]), "completion_ids": torch.tensor([list(ids)])}
         batch |= {f"{side}_mask": torch.ones_like(batch[f"{side}_ids"]) for side in ("prompt", "completion")}
         scored: Tensor = self._ranks.together("score", batch) if together else self.of_policy(batch)
         logps: list[float] = scored[0].float().tolist()
         return logps
 
 
-def split_kept(batch: Mapping[str, Tensor], rows: int) -> Iterator[dict[str, Tensor]]:
-    """Yield `kept_counts` and `kept_ids` of so many rows after another; without end nothing, where there are none."""
-    if "kept_ids" not in batch:
-        yield from itertools.repeat({})
-    counts = batch["kept_counts"].split(rows)
-    for part, ids in zip(counts, batch["kept_ids"].split([int(one.sum()) for one in counts]), strict=True):
-        yield {"kept_counts": part, "kept_ids": ids}
+_READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "loss_mask", "kept_counts", "images")
+"""Columns of a batch that a forward pass reads, beside `kept_ids`, which are as many as the counts say."""
+
+
+def split_rows(batch: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
+    """Yield what a forward pass reads of a batch, so many rows at a time."""
+    first = 0
+    for start in range(0, len(batch["completion_ids"]), rows):
+        part = {name: batch[name][start : start + rows] for name in _READ if name in batch}
+        if "kept_counts" in part:
+            last = first + int(part["kept_counts"].sum())
+            part["kept_ids"], first = batch["kept_ids"][first:last], last
+        yield part
 
 
 @torch.no_grad()
-def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float, batch_size: int) -> Tensor:
+def log_probs_of_copy(
+    copy: Any,
+    batch: Mapping[str, Any],
+    temperature: float,
+    batch_size: int,
+    images: RowImages | None = None,
+) -> Tensor:
     """Return the log-probs (R, C) of a micro-batch's completions by a plain causal language model, on its device.
 
     Args:
         batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C), and `kept_counts` (R, C)
             and `kept_ids` where tokens were left out.
         batch_size: rows in one forward pass.
+        images: reads those of the rows.
     """
-    ids_RT, mask_RT = (whole.to(copy.device) for whole in whole_rows(batch))
     width = batch["completion_ids"].size(1)
     found = []
-    parts = zip(ids_RT.split(batch_size), mask_RT.split(batch_size), split_kept(batch, batch_size), strict=False)
-    for ids, mask, part in parts:
-        body = copy.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
-        states = body.last_hidden_state[:, -width - 1 : -1].flatten(0, 1)
-        kept = Kept.of_counts(part["kept_counts"].flatten(), part["kept_ids"]) if part else None
+    for part in split_rows(batch, batch_size):
+        ids, mask = (whole.to(copy.device) for whole in whole_rows(part))
+        given = {"input_ids": ids, "attention_mask": mask} | ({} if images is None else images.inputs(ids, part))
+        states = copy.base_model(**given, use_cache=False).last_hidden_state[:, -width - 1 : -1].flatten(0, 1)
+        kept = Kept.of_counts(part["kept_counts"].flatten(), part["kept_ids"]) if "kept_ids" in part else None
         logps, *_ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature, kept=kept)
         found.append(logps.view(len(ids), width))
     return torch.cat(found)

@@ -20,7 +20,7 @@ logger = logging.getLogger("verifiers.train")
 
 _MOST_IN_A_ROW = 3
 
-_MicroBatch = dict[str, Tensor]
+_MicroBatch = dict[str, Any]
 
 _Found = dict[str, tuple[float, float]]
 """By name the sum and the count of a mean, or the extreme and 1."""
@@ -38,7 +38,10 @@ def micro_step_loss(
     together, and the last one's gradient.
     """
     device = accelerator.device
-    *others, last = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches]
+    *others, last = [
+        {name: value if isinstance(value, list) else value.to(device) for name, value in batch.items()}
+        for batch in micro_batches
+    ]
     before = torch.zeros((), device=device)
     for batch in others:
         with _more_to_come(accelerator, model):

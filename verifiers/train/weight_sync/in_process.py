@@ -8,6 +8,7 @@ from typing import Any
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.server_pool import ServerPool
 from verifiers.installation import install_hint
+from verifiers.train.image_processor import RowImages
 from verifiers.train.weight_sync.protocol import WeightSync, policy_tensors
 
 
@@ -21,6 +22,7 @@ class InProcessSync(WeightSync):
         device: where the copy lives, such as "cuda:1" or "cpu".
         threads: CPU threads of torch that generate; None leaves torch's choice.
         cuda_graphs: replay passes of one token a sequence as CUDA graphs.
+        images: how prompts with images are read; None for text alone.
     """
 
     def __init__(
@@ -33,10 +35,11 @@ class InProcessSync(WeightSync):
         threads: int | None = None,
         timeout_s: float = 120.0,
         cuda_graphs: bool = False,
+        images: RowImages | None = None,
     ) -> None:
         self._policy, self._tokenizer = policy, tokenizer
         self._device, self._slots, self._timeout_s = device, slots, timeout_s
-        self._threads, self._cuda_graphs = threads, cuda_graphs
+        self._threads, self._cuda_graphs, self._images = threads, cuda_graphs, images
         self._running: Any = None
 
     def connect(self, deadline_s: float) -> None:
@@ -60,10 +63,15 @@ class InProcessSync(WeightSync):
                     slots=self._slots,
                     threads=self._threads,
                     record=cuda_graph if self._cuda_graphs else None,
+                    **self._image_options(),
                 ).start(deadline_s)
         except (EmbeddedError, RuntimeError) as error:
             raise WeightSyncError(f"no copy of the policy could be made on {self._device}: {error}") from error
         self.pool = ServerPool([self._running.url], timeout_s=self._timeout_s)
+
+    def _image_options(self) -> dict[str, Any]:
+        images = self._images
+        return {} if images is None else {"images": images.processor, "max_images": images.store.max_images}
 
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
         try:

@@ -15,6 +15,7 @@ from verifiers.errors import ConfigError, WeightProbeError, WeightSyncError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_pool import ServerPool, backend_for, each_server
 from verifiers.inference.wire import MaskSource, mask_fields
+from verifiers.train.image_processor import RowImages
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
 from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
@@ -30,7 +31,9 @@ _PROMPTS_MEASURED = 64
 _DESCRIBE_S = 600.0
 
 
-def default_weight_sync(args: GRPOConfig, servers: Sequence[Backend], policy: Any, tokenizer: Any) -> WeightSync:
+def default_weight_sync(
+    args: GRPOConfig, servers: Sequence[Backend], policy: Any, tokenizer: Any, images: RowImages | None = None
+) -> WeightSync:
     """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped."""
     if args.rollout_device is not None:
         return InProcessSync(
@@ -42,6 +45,7 @@ def default_weight_sync(args: GRPOConfig, servers: Sequence[Backend], policy: An
             threads=1 if args.shares_cores and args.num_batches_ahead else None,
             timeout_s=args.weight_sync_timeout,
             cuda_graphs=args.rollout_cuda_graphs,
+            images=images,
         )
     keys = {backend.api_key for backend in servers}
     if len(keys) > 1:
@@ -95,6 +99,7 @@ class WeightPublisher:
     Args:
         client: anything that `backend_for` takes; None for the servers of the settings.
         sync: how weights reach the servers; the kind that the settings name when left out.
+        images: how prompts with images are read; None for text alone.
     """
 
     def __init__(
@@ -106,10 +111,11 @@ class WeightPublisher:
         tokenizer: Any,
         rows: Any,
         check: LogprobCheck,
+        images: RowImages | None = None,
     ) -> None:
         self._args, self._weights, self._tokenizer, self._rows = args, weights, tokenizer, rows
         backend = backend_for(client if client is not None else list(args.server_urls or [args.server_url]))
-        self.sync = sync or default_weight_sync(args, each_server(backend), weights.model, tokenizer)
+        self.sync = sync or default_weight_sync(args, each_server(backend), weights.model, tokenizer, images)
         self.servers: Backend = self.sync.route(backend)
         self._client_given = client is not None
         self._check = check

@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from verifiers.train.cpu_linear import use_onednn
+from verifiers.train.image_processor import ImageProcessor
 from verifiers_embedded.engine.attention import Prompts, filled_up, install, laid_out, row_groups
 from verifiers_embedded.engine.cache import ATTENTION_KINDS, NOTHING_KEPT, STATE_KINDS, SlotCache
 from verifiers_embedded.engine.constraints import Guide, forbid
@@ -46,6 +47,7 @@ class ActiveBatch:
         prefix_bytes: int = 0,
         record: Record | None = None,
         cache_tokens: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         kinds, self._windows = layer_kinds(model.config)
         self._has_states = not set(STATE_KINDS).isdisjoint(kinds)
@@ -56,7 +58,7 @@ class ActiveBatch:
             )
         self.sequences: list[Sequence] = []
         self.prefixes = PrefixStore(prefix_bytes, whole=self._has_states)
-        self._model = model
+        self._model, self._images = model, images
         self._body = model.base_model
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
@@ -143,7 +145,8 @@ class ActiveBatch:
         for row, ended in enumerate(finished):
             # the last token was sampled, and never passed through the model
             tokens = self.sequences[row].tokens[:-1]
-            if ended and len(tokens) >= BLOCK:
+            # ids do not tell which image they stand for
+            if ended and len(tokens) >= BLOCK and self.sequences[row].request.images is None:
                 self.prefixes.keep(tokens, self._cache.copy_out(row, len(tokens)))
 
     def recompute(self) -> None:
@@ -167,24 +170,25 @@ class ActiveBatch:
         lengths = [len(item.tokens) for item in self.sequences]
         tokens = [item.tokens[-1] for item in self.sequences]
         places = [length - 1 for length in lengths]
+        positions = [place + item.shift for place, item in zip(places, self.sequences, strict=True)]
         self._cache.reserve(len(lengths), max(lengths))
         if self._fixed_pass is not None and self._cache.ready:
             # rows without a sequence write to a column that a prompt writes to before it is read
             empty = [0] * (self._slots - len(lengths))
-            last = upload([tokens + empty, places + empty], self._device)
+            last = upload([tokens + empty, places + empty, positions + empty], self._device)
             return self._fixed_pass(last, self._cache.place)[: len(lengths)]
         columns = self._filled_up(max(lengths))
         with laid_out(row_groups(lengths, columns, self._dtype) if self._by_length else None):
-            return self._one_token(upload([tokens, places], self._device), columns)
+            return self._one_token(upload([tokens, places, positions], self._device), columns)
 
     def _one_token(self, last: torch.Tensor, columns: int) -> torch.Tensor:
-        """Return the logits after ids at positions, `last` (2, rows); waits for nothing."""
-        ids, positions = last[0], last[1]
-        self._cache.begin_decode(positions, columns)
+        """Return the logits after ids in places, at positions, `last` (3, rows); waits for nothing."""
+        ids, places, positions = last
+        self._cache.begin_decode(places, columns)
         output = self._model(
             input_ids=ids[:, None],
             position_ids=positions[:, None],
-            attention_mask=self._masks(positions[:, None], columns),
+            attention_mask=self._masks(places[:, None], columns),
             **self._passed_cache,
             use_cache=True,
         )
@@ -212,8 +216,15 @@ class ActiveBatch:
         """Fill the cache of the given rows, with one computation for all rows that share a prompt."""
         self._cache.reserve(len(self.sequences), max((len(item.tokens) for item in self.sequences), default=0))
         rows_of: dict[tuple[int, ...], list[int]] = {}
+        rows_with_images: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
         for row in rows:
-            rows_of.setdefault(tuple(self.sequences[row].tokens[:-1]), []).append(row)
+            prefix, images = tuple(self.sequences[row].tokens[:-1]), self.sequences[row].request.images
+            if images is None:
+                rows_of.setdefault(prefix, []).append(row)
+            else:
+                rows_with_images.setdefault((images.digest, prefix), []).append(row)
+        for (_, prefix), alike in rows_with_images.items():
+            self._image_pass(prefix, alike)
         if unread := rows_of.pop((), []):
             self._cache.begin_rows(unread, self._device)
         self._go_on_from_kept(rows_of)
@@ -310,7 +321,23 @@ class ActiveBatch:
                 use_cache=True,
             )
 
-    def _padded_pass(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
+    def _image_pass(self, prefix: tuple[int, ...], rows: list[int]) -> None:
+        """Compute the keys and values of one prompt with images, for all rows that have it."""
+        assert self._images is not None
+        ids = upload([prefix], self._device)
+        images = self.sequences[rows[0]].request.images
+        # without positions, the model gives an image's tokens those that it was trained with
+        self._padded_pass([prefix], {prefix: rows}, self._images.inputs(ids, [images], self._device))
+        found = getattr(self._body, "rope_deltas", None)
+        for row in rows:
+            self.sequences[row].shift = 0 if found is None else int(found)
+
+    def _padded_pass(
+        self,
+        prefixes: list[tuple[int, ...]],
+        rows_of: dict[tuple[int, ...], list[int]],
+        given: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         length = len(prefixes[-1])
         # Padding stands on the right, where the causal mask hides it; its own keys are overwritten or masked
         # later.
@@ -326,7 +353,7 @@ class ActiveBatch:
         # all.
         self._body(
             input_ids=upload(padded, self._device),
-            position_ids=places[None].expand(len(prefixes), -1),
+            **({"position_ids": places[None].expand(len(prefixes), -1)} if given is None else given),
             **self._passed_cache,
             use_cache=True,
         )

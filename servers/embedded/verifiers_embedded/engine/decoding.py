@@ -52,8 +52,8 @@ class FixedPass:
     """A pass of one token for every row, filled or not, recorded once for each place that its tensors have.
 
     Args:
-        run: takes ids and positions, (2, rows), and returns logits (rows, vocabulary); all else that it reads stays
-            where it is, with one `place`.
+        run: takes ids, places and positions, (3, rows), and returns logits (rows, vocabulary); all else that it reads
+            stays where it is, with one `place`.
     """
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], record: Record) -> None:

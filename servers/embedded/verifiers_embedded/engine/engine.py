@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from verifiers.train.image_processor import ImageProcessor
 from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.decoding import Record
 from verifiers_embedded.engine.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
@@ -53,6 +54,7 @@ class Engine:
         record: `decoding.cuda_graph`, or None to record no passes.
         cache_tokens: slots times longest sequence that the key-value cache may hold; further requests wait, and
             where sequences outgrow it, the shortest waits too and is computed again. None: all that may be needed.
+        images: where the model has its tower, what its prompts with images were read by.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class Engine:
         prefix_bytes: int = 0,
         record: Record | None = None,
         cache_tokens: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self._model = model
         self._decode, self._is_byte = decode, is_byte
         self.slots = slots
         self._threads = threads
-        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens)
+        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens, images)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[Future[Any]], bool], Future[Any]]] = deque()

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
+from verifiers.train.image_processor import Images
 from verifiers_embedded.engine.constraints import Grammar, Guide
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.engine.stopping import StopMatcher
@@ -47,6 +48,7 @@ class GenerationRequest:
         eos_ids: ids that end the completion; the id itself is kept.
         stop: strings that end the completion as soon as they appear in its text.
         grammar: what the text must follow; None where it is free.
+        images: those that the prompt has the places of; None where it has none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -55,6 +57,7 @@ class GenerationRequest:
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     grammar: Grammar | None = None
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class Sequence:
     """A request while it is queued or has a slot. Only the engine thread writes to it.
 
     Others may read: entries are added at the ends of the lists, and never changed. `log_probs` grows last.
+    `shift` is what the model's position of a sampled token has more than its place, as where an image takes fewer
+    positions than tokens.
     """
 
     request: GenerationRequest
@@ -97,6 +102,7 @@ class Sequence:
     span_starts: list[tuple[WeightVersion, int]] = field(default_factory=list)
     watcher: Watcher | None = None
     guide: Guide | None = None
+    shift: int = 0
 
     def append(
         self,

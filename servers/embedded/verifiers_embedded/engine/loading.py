@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from verifiers.train.image_processor import ImageError, ImageProcessor, Images, towers
 from verifiers_embedded.engine.batch import ActiveBatch, layer_kinds
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
@@ -41,6 +42,8 @@ class LoadedModel:
     cache_tokens: int
     state_bytes: int
     """Memory of the recurrent and convolutional states of one sequence, however long it is."""
+    images: ImageProcessor | None = None
+    """Reads prompts with images; None where the model was loaded without its tower."""
 
     def cache_tokens_beside(self, slots: int) -> int:
         """Return how many tokens' keys and values may be held beside the states of so many sequences.
@@ -51,8 +54,10 @@ class LoadedModel:
         return max(self.cache_tokens - states, self.max_model_len)
 
 
-def text_model_class(config: Any) -> Any:
+def model_class(config: Any, *, with_images: bool = False) -> Any:
     """Return the class of transformers that makes or loads the model of a config, with a head for text.
+
+    Some multimodal models have a class for their text side alone, which is taken where no image comes.
 
     Raises StartError, which names the model type, where there is none, or this server cannot run it.
     """
@@ -63,7 +68,7 @@ def text_model_class(config: Any) -> Any:
         (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
         (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
     )
-    for mapping, kind in makers:
+    for mapping, kind in makers[1 if with_images else 0 :]:
         if type(config) in mapping:
             if "position_ids" not in inspect.signature(mapping[type(config)].forward).parameters:
                 raise StartError(
@@ -71,19 +76,25 @@ def text_model_class(config: Any) -> Any:
                     "different lengths of it at once; serve it with vLLM"
                 )
             return kind
+    if with_images:
+        raise StartError(f"model type {config.model_type!r} takes no images; leave --max-images out")
     raise StartError(f"model type {config.model_type!r} does not generate text; serve a causal language model")
 
 
 def drop_towers(model: Any) -> None:
     """Take out of a multimodal model what images and sound pass through: text alone comes here."""
-    body, decoder = model.base_model, model.get_decoder()
-    for name, part in list(body.named_children()):
-        if body is not decoder and all(module is not decoder for module in part.modules()):
-            setattr(body, name, None)
+    for name in towers(model):
+        setattr(model.base_model, name, None)
 
 
 def load_model(
-    directory: Path, *, device: str, dtype: str, max_model_len: int | None, cache_bytes: int | None = None
+    directory: Path,
+    *,
+    device: str,
+    dtype: str,
+    max_model_len: int | None,
+    cache_bytes: int | None = None,
+    with_images: bool = False,
 ) -> LoadedModel:
     """Load a Hugging Face model directory, freeze it and check the cached against the plain forward pass.
 
@@ -95,6 +106,7 @@ def load_model(
             float32.
         max_model_len: context in tokens; None takes the model's own, as far as its keys and values have room.
         cache_bytes: most memory of the key-value cache; None takes half of what is free once the model is loaded.
+        with_images: load the tower of a multimodal model too.
     """
     import transformers
 
@@ -111,7 +123,7 @@ def load_model(
     try:
         base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
         config = transformers.AutoConfig.from_pretrained(base)
-        kind = text_model_class(config)
+        kind = model_class(config, with_images=with_images)
         is_whole = (directory / "tokenizer_config.json").is_file()
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory if is_whole else base)
         number = _dtype(dtype, place, config)
@@ -134,15 +146,29 @@ def load_model(
             "directory that was saved whole",
             1,
         )
-    drop_towers(model)
-    return prepared(model.to(place), tokenizer, max_model_len=max_model_len, cache_bytes=cache_bytes)
+    images = None
+    if with_images:
+        try:
+            images = ImageProcessor.load(base, tokenizer, config)
+        except ImageError as error:
+            raise StartError(f"--max-images: {error}; leave it out to serve text") from error
+    else:
+        drop_towers(model)
+    return prepared(model.to(place), tokenizer, max_model_len=max_model_len, cache_bytes=cache_bytes, images=images)
 
 
-def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None, cache_bytes: int | None = None) -> LoadedModel:
+def prepared(
+    model: Any,
+    tokenizer: Any,
+    *,
+    max_model_len: int | None,
+    cache_bytes: int | None = None,
+    images: ImageProcessor | None = None,
+) -> LoadedModel:
     """Freeze a model that is on its device, and check the cached against the plain forward pass; as `load_model`."""
     model = model.eval().requires_grad_(False)
     context = _context(model.config.get_text_config(), max_model_len)
-    token_bytes, state_bytes = _checked_cache(model, context)
+    token_bytes, state_bytes = _checked_cache(model, context, images)
     room = available_bytes(model.device) // 2 if cache_bytes is None else cache_bytes
     if room < (needed := token_bytes * (max_model_len or 1) + state_bytes):
         raise StartError(
@@ -159,15 +185,17 @@ def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None, cache_byt
         dtype=model.dtype,
         max_model_len=min(context, (room - state_bytes) // token_bytes),
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        eos_ids=_eos_ids(model, tokenizer),
+        # nothing can follow what stands for an image and is none
+        eos_ids=_eos_ids(model, tokenizer) | (frozenset() if images is None else {images.token_id}),
         num_parameters=model.num_parameters(),
         cache_bytes_per_token=token_bytes,
         cache_tokens=room // token_bytes,
         state_bytes=state_bytes,
+        images=images,
     )
 
 
-def check_cache(model: Any, max_model_len: int) -> tuple[int, int]:
+def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = None) -> tuple[int, int]:
     """Compare logits of the cached path with those of plain passes; return a token's and a sequence's bytes in it.
 
     Raises StartError where they differ, so this model reads its cache, mask or positions in a way of its own.
@@ -175,16 +203,25 @@ def check_cache(model: Any, max_model_len: int) -> tuple[int, int]:
     vocabulary = model.config.get_text_config().vocab_size
     lengths = [length for length in _PROBE_LENGTHS if length + 1 <= max_model_len] or [1]
     texts = [tuple((7 * place + 3 * length) % vocabulary for place in range(length)) for length in lengths]
-    batch = ActiveBatch(model, len(texts), max_model_len)
+    probes = [_probe(text) for text in texts]
+    if images is not None:
+        ids, read = images.gray()
+        if len(ids) + 3 <= max_model_len:
+            # the last of a prompt is computed as sampled tokens are
+            probes.append(_probe((*ids, *[1] * len(texts[0])), read))
+    batch = ActiveBatch(model, len(probes), max_model_len, images=images)
     with torch.inference_mode():
-        batch.add([_probe(text) for text in texts])
+        batch.add(probes)
         worst = 0.0
         for _ in range(2 if max_model_len > 1 else 1):
             logits = batch.logits().float()
             for row, sequence in enumerate(batch.sequences):
-                plain = model(input_ids=torch.tensor([sequence.tokens], device=model.device)).logits[0, -1].float()
+                ids_1T = torch.tensor([sequence.tokens], device=model.device)
+                held = sequence.request.images
+                given = {} if images is None or held is None else images.inputs(ids_1T, [held], model.device)
+                plain = model(input_ids=ids_1T, **given).logits[0, -1].float()
                 worst = max(worst, ((logits[row] - plain).abs().max() / (1.0 + plain.abs().max())).item())
-                sequence.tokens.append((sequence.tokens[-1] + 1) % vocabulary)
+                sequence.tokens.append(sequence.tokens[-1])
     if not worst <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
         raise StartError(
             f"the cached logits of model type {model.config.model_type!r} differ from the plain ones by a "
@@ -194,9 +231,9 @@ def check_cache(model: Any, max_model_len: int) -> tuple[int, int]:
     return max(1, batch.bytes_per_token), batch.bytes_per_row
 
 
-def _checked_cache(model: Any, max_model_len: int) -> tuple[int, int]:
+def _checked_cache(model: Any, max_model_len: int, images: ImageProcessor | None) -> tuple[int, int]:
     try:
-        return check_cache(model, max_model_len)
+        return check_cache(model, max_model_len, images)
     except StartError:
         raise
     except Exception as error:
@@ -208,8 +245,8 @@ def _checked_cache(model: Any, max_model_len: int) -> tuple[int, int]:
         ) from error
 
 
-def _probe(text: tuple[int, ...]) -> Sequence:
-    request = GenerationRequest(text, 4, SamplingParameters(seed=0))
+def _probe(text: tuple[int, ...], images: Images | None = None) -> Sequence:
+    request = GenerationRequest(text, 4, SamplingParameters(seed=0), images=images)
     return Sequence(request, Future(), None, NoiseStream(0), list(text))
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.concurrency import threads_for
+from verifiers.images import image_bytes
+from verifiers.train.image_processor import Images
 from verifiers_embedded.engine.constraints import Grammar, GrammarCompiler
 from verifiers_embedded.engine.engine import PAUSE_MODES, Engine
 from verifiers_embedded.engine.generation import Generation, GenerationRequest
@@ -68,6 +70,7 @@ class Routes:
         seed: of the stream from which requests without a seed get theirs.
         api_key: what requests must bring as a bearer token; None asks for none.
         max_body_bytes: longer bodies are refused with status 413.
+        max_images: prompts with more are refused.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Routes:
         seed: int,
         api_key: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        max_images: int = 0,
     ) -> None:
         self._engine = engine
         self._loaded = loaded
@@ -90,7 +94,7 @@ class Routes:
         self._rendering = asyncio.Lock()
         self._reloading = asyncio.Lock()
         self._api_key = api_key
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes, self._max_images = max_body_bytes, max_images if loaded.images else 0
         self._metrics = Metrics(engine)
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
 
@@ -126,8 +130,9 @@ class Routes:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         chat = parse(ChatRequest, await read_json(request))
         self._check_model(chat.model)
-        prompt_ids = await self._render(chat)
-        jobs = self._jobs(chat, prompt_ids, grammar=await self._chat_grammar(chat, prompt_ids))
+        prompt_ids, images = await self._render(chat)
+        grammar = await self._chat_grammar(chat, prompt_ids)
+        jobs = self._jobs(chat, prompt_ids, grammar=grammar, images=images)
         if chat.stream:
             return await self._stream(request, chat, jobs, ChatWriter(chat, prompt_ids, self._text))
         return web.json_response(chat_completion(chat, prompt_ids, await self._generate(jobs), self._text))
@@ -178,7 +183,7 @@ class Routes:
         if asked.prompt is not None:
             ids = await self._encode(asked.prompt, asked.add_special_tokens)
         else:
-            ids = await self._render(asked.conversation)
+            ids, _ = await self._render(asked.conversation)
         answer = {"count": len(ids), "max_model_len": self._loaded.max_model_len, "tokens": ids}
         names = [self._text.token(token)[0] for token in ids] if asked.return_token_strs else None
         return web.json_response({**answer, "token_strs": names})
@@ -299,6 +304,7 @@ class Routes:
         prompt_ids: list[int],
         param: str = "messages",
         grammar: Grammar | None = None,
+        images: Images | None = None,
     ) -> list[GenerationRequest]:
         """Return the engine's requests, one for each choice.
 
@@ -307,7 +313,10 @@ class Routes:
         room = self._checked_room(prompt_ids, param)
         seed = self._seeds.getrandbits(53) if decoding.seed_64 is None else decoding.seed_64
         limit = room if decoding.limit is None else min(room, decoding.limit)
-        eos_ids = frozenset() if decoding.ignore_eos else self._loaded.eos_ids
+        loaded = self._loaded
+        eos_ids = loaded.eos_ids
+        if decoding.ignore_eos:
+            eos_ids = frozenset() if loaded.images is None else frozenset({loaded.images.token_id})
         return [
             GenerationRequest(
                 prompt_ids=tuple(prompt_ids),
@@ -324,6 +333,7 @@ class Routes:
                 eos_ids=eos_ids.union(decoding.stop_token_ids),
                 stop=decoding.stop_strings,
                 grammar=grammar,
+                images=images,
             )
             for index in range(decoding.n)
         ]
@@ -374,15 +384,31 @@ class Routes:
 
     # -- text and tokens ------------------------------------------------------------------------------------
 
-    async def _render(self, chat: Conversation) -> list[int]:
+    async def _render(self, chat: Conversation) -> tuple[list[int], Images | None]:
         messages = [message.for_template() for message in chat.messages]
         arguments = (messages, chat.template_arguments, chat.shown_tools)
-        if chat.text_length < _INLINE_CHARACTERS:
-            return self._text.render(*arguments)
+        images = self._images_of(chat)
+        if not images and chat.text_length < _INLINE_CHARACTERS:
+            return self._text.render(*arguments), None
         # Long texts would hold up the event loop; one at a time, as tokenizers are not made for several
         # threads.
         async with self._rendering:
-            return await asyncio.to_thread(self._text.render, *arguments)
+            if images:
+                return await asyncio.to_thread(self._text.render_images, *arguments, images)
+            return await asyncio.to_thread(self._text.render, *arguments), None
+
+    def _images_of(self, chat: Conversation) -> list[bytes]:
+        urls = [url for message in chat.messages for url in message.image_urls]
+        if len(urls) > self._max_images:
+            raise ApiError(
+                f"the messages hold {len(urls)} images, and this server takes {self._max_images} in a prompt; start "
+                f"it with --max-images {len(urls)}",
+                param="messages",
+            )
+        try:
+            return [image_bytes(url) for url in urls]
+        except ValueError as error:
+            raise ApiError(str(error), param="messages") from error
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < _INLINE_CHARACTERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -11,12 +12,13 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
+    ValidationError,
     WrapValidator,
     model_validator,
 )
 
 from verifiers_embedded.engine.generation import FinishReason
-from verifiers_embedded.errors import ApiError
+from verifiers_embedded.errors import ApiError, short
 from verifiers_embedded.routes.bodies import (
     Body,
     Count,
@@ -45,17 +47,48 @@ class Call(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a message's content; there are texts only."""
+    """A text in a message's content."""
 
     type: Literal["text"]
     text: Text
+
+
+class ImageUrl(BaseModel):
+    url: Text
+    detail: Any = None
+
+
+class ImagePart(BaseModel):
+    """An image in a message's content, as a data URL."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[
+    TextPart | ImagePart, Field(discriminator="type", description="an object with a 'type' of text or image_url")
+]
+
+
+def _as_content(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Check a content; pydantic would tell of a list that it is no text."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        place = max((one["loc"] for one in error.errors()), key=len)
+        wrong = next((value[part] for part in place if isinstance(part, int)), value)
+        raise ApiError(
+            f"the content of a message holds {short(wrong)}; give a text or a list of "
+            "{'type': 'text', 'text': ...} and {'type': 'image_url', 'image_url': {'url': 'data:image/...'}}",
+            param="messages",
+        ) from None
 
 
 class Message(Body):
     """A message of a conversation. With tool calls, which only the assistant has, the content may be left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Annotated[Text | list[Part], WrapValidator(_as_content)] | None = None
     name: Text | None = None
     tool_call_id: Text | None = None
     reasoning: Text | None = None
@@ -74,15 +107,28 @@ class Message(Body):
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls belong to the role 'assistant', not {self.role!r}")
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is missing; give a string or a list of text parts")
+            raise ValueError("content is missing; give a string or a list of parts")
         return self
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it. Text parts are joined by newlines, as vLLM does."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         parts = self.content or ""
-        given["content"] = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        if isinstance(parts, str):
+            given["content"] = parts
+        elif self.image_urls:
+            given["content"] = [
+                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+                for part in parts
+            ]
+        else:
+            given["content"] = "\n".join(part.text for part in parts if isinstance(part, TextPart))
         return given
+
+    @property
+    def image_urls(self) -> list[str]:
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
 
 class Function(BaseModel):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from verifiers.train.image_processor import ImageError, ImageProcessor, Images
 from verifiers_embedded.errors import ApiError, StartError
 from verifiers_embedded.text.tool_calls import (
     FORMATS,
@@ -42,14 +43,22 @@ class ChatText:
             off the chat template, "none" leaves calls in the text.
         splits_reasoning: whether text between think tags is answered apart from the content; in the format of gpt-oss
             it always is.
+        images: reads prompts with images; None where the model takes none.
     """
 
-    def __init__(self, tokenizer: Any, tool_format: str = "auto", *, splits_reasoning: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_format: str = "auto",
+        *,
+        splits_reasoning: bool = False,
+        images: ImageProcessor | None = None,
+    ) -> None:
         if tool_format not in ("auto", "none", *FORMATS):
             raise StartError(
                 f"tool format {tool_format!r} is unknown; give auto, none or one of {', '.join(FORMATS)}"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._images = tokenizer, images
         self.splits_reasoning = splits_reasoning
         self._template = _template_text(tokenizer)
         named = None if tool_format == "none" else tool_format
@@ -68,6 +77,37 @@ class ChatText:
 
         Raises ApiError where there is no template, or it knows no tools that are given or refuses the messages.
         """
+        ids = [int(value) for value in self._templated(messages, template_kwargs, tools, tokenize=True)]
+        if self._images is not None and self._images.token_id in ids:
+            raise ApiError(
+                f"the messages hold the mark of an image ({self._images.token}) and no image; leave it out of texts",
+                param="messages",
+            )
+        return ids
+
+    def render_images(
+        self,
+        messages: list[dict[str, Any]],
+        template_kwargs: dict[str, Any],
+        tools: list[dict[str, Any]] | None,
+        images: Sequence[bytes],
+    ) -> tuple[list[int], Images]:
+        """Return the ids of a prompt with images, and these as the model reads them; raises as `render`."""
+        text = self._templated(messages, template_kwargs, tools, tokenize=False)
+        assert self._images is not None
+        try:
+            return self._images.read(text, images)
+        except ImageError as error:
+            raise ApiError(str(error), param="messages") from error
+
+    def _templated(
+        self,
+        messages: list[dict[str, Any]],
+        template_kwargs: dict[str, Any],
+        tools: list[dict[str, Any]] | None,
+        *,
+        tokenize: bool,
+    ) -> Any:
         if not self._template:
             raise ApiError(
                 "the served model's tokenizer has no chat template; save one with the tokenizer",
@@ -75,11 +115,11 @@ class ChatText:
             )
         self.check_tools(tools)
         try:
-            ids = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 [self._for_template(message) for message in messages],
                 tools=tools or None,
                 add_generation_prompt=True,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
                 **template_kwargs,
             )
@@ -87,7 +127,6 @@ class ChatText:
             # A template is a program of the model's author: it may raise anything, and means the messages are
             # unfit.
             raise ApiError(f"the chat template refused the messages: {error}", param="messages") from error
-        return [int(value) for value in ids]
 
     def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
         """Raise ApiError for tools that the template does not show, or whose calls would not be read."""

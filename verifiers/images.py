@@ -1,0 +1,93 @@
+"""Images in messages: how environments write them, and where a run keeps those that its rows refer to."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verifiers.types import message_field
+
+MOST_BYTES = 32 * 2**20
+"""Bytes of an encoded image."""
+
+
+def image_part(image: Any) -> dict[str, Any]:
+    """Return an image as a part of a message's content, with the image itself in it as a data URL.
+
+    Args:
+        image: an image of PIL, which becomes a PNG; the bytes of an image file, or its path, as they are.
+    """
+    if hasattr(image, "save"):
+        file = io.BytesIO()
+        (image if image.mode == "RGBA" else image.convert("RGB")).save(file, "PNG")
+        image = file.getvalue()
+    elif isinstance(image, str | os.PathLike):
+        image = Path(image).read_bytes()
+    kind = "jpeg" if image[:2] == b"\xff\xd8" else "webp" if image[8:12] == b"WEBP" else "png"
+    url = f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def image_bytes(url: str) -> bytes:
+    """Return the image in a data URL; raise ValueError for other URLs, which nothing is fetched from."""
+    scheme, comma, rest = url.partition(",")
+    if not (comma and scheme.startswith("data:") and scheme.endswith(";base64")):
+        raise ValueError(
+            f"an image is given by {url[:60]!r}, and nothing is fetched or read here; give it as "
+            "data:image/png;base64,... (vf.image_part makes one)"
+        )
+    if len(rest) > MOST_BYTES * 4 // 3 + 4:
+        raise ValueError(f"an image of {len(rest) * 3 // 4:,} bytes is larger than {MOST_BYTES:,}; scale it down")
+    try:
+        return base64.b64decode(rest, validate=True)
+    except ValueError as error:
+        raise ValueError(
+            f"the data URL of an image, {url[:60]!r}, is not base64 ({error}); write it with base64.b64encode, "
+            "without spaces and ends of lines"
+        ) from None
+
+
+def image_urls(messages: Iterable[Any]) -> Iterator[str]:
+    """Yield the URL of each image in messages, in order."""
+    for message in messages:
+        content = message_field(message, "content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type") == "image_url":
+                given = part.get("image_url")
+                yield str(given.get("url") if isinstance(given, Mapping) else given)
+
+
+class ImageStore:
+    """The images of a run's rows, each once on disk, under the SHA-256 of its bytes.
+
+    Args:
+        max_images: most of a prompt.
+    """
+
+    def __init__(self, directory: Path, max_images: int) -> None:
+        self._directory, self.max_images = directory, max_images
+
+    def keep_all(self, messages: Any) -> list[str]:
+        """Store the images of messages, and return their names; raise ValueError as `image_bytes`."""
+        return [self.keep(image_bytes(url)) for url in image_urls(() if isinstance(messages, str) else messages)]
+
+    def keep(self, image: bytes) -> str:
+        """Store an image where that was not done, and return its name."""
+        name = hashlib.sha256(image).hexdigest()
+        path = self._directory / name
+        if not path.exists():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor, written = tempfile.mkstemp(dir=self._directory)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(image)
+            os.replace(written, path)
+        return name
+
+    def read(self, name: str) -> bytes:
+        return (self._directory / name).read_bytes()

@@ -1,0 +1,249 @@
+"""What a model with a tower reads of images: their features, and the places of their tokens in a prompt.
+
+The family's own processor of transformers computes both, on the server and for the trainer alike, so that both see
+the same numbers. Its part for videos is left out: it needs torchvision, and no video comes here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import inspect
+import io
+import json
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers.errors import ConfigError
+from verifiers.images import ImageStore
+
+MOST_PIXELS = 2**24
+"""Pixels of an image that is decoded; read off its header, so that a small file cannot take much memory."""
+
+_READ_KEPT = 16
+"""Prompts with images that are kept as they were read."""
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+
+
+class ImageError(ValueError):
+    """An image cannot be read, or not by this model."""
+
+
+def read_image(image: bytes) -> Any:
+    """Return the first frame of an encoded image as PIL reads it, in RGB; raise ImageError for what is none."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opened = Image.open(io.BytesIO(image), formats=FORMATS)
+            if opened.width * opened.height > MOST_PIXELS:
+                raise ImageError(
+                    f"an image of {opened.width} x {opened.height} pixels is larger than {MOST_PIXELS:,}; scale it "
+                    "down"
+                )
+            # turned as transformers' own loader turns it, and laid on white
+            ImageOps.exif_transpose(opened, in_place=True)
+            if opened.mode != "RGBA":
+                return opened.convert("RGB")
+            laid = Image.new("RGB", opened.size, "white")
+            laid.paste(opened, mask=opened.getchannel("A"))
+            return laid
+    except ImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        size = str(error).partition(" exceeds")[0]
+        raise ImageError(f"an image is larger than {MOST_PIXELS:,} pixels; scale it down ({size})") from error
+    except Exception as error:
+        # decoders raise anything; of an unknown format, PIL shows the object that it was read from
+        why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
+        raise ImageError(
+            f"{len(image):,} bytes that begin with {image[:8]!r} are no whole image{why}; give one of the formats "
+            + ", ".join(FORMATS)
+        ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of one prompt as a model reads them.
+
+    Attributes:
+        features: the processor's tensors, whose first dimension goes over images or their patches.
+        tokens: how many of the prompt's tokens stand for them.
+        digest: equal for equal images.
+    """
+
+    features: dict[str, Tensor]
+    tokens: int
+    digest: bytes
+
+
+class ImageProcessor:
+    """The processor of a model, for texts and images.
+
+    Attributes:
+        token: what stands for an image in a rendered prompt.
+        token_id: the id that stands for each part of an image in a prompt's ids.
+    """
+
+    def __init__(self, processor: Any, token_id: int) -> None:
+        self.processor, self.token_id = processor, token_id
+        self._lock = threading.Lock()
+        # the rollouts of a group, and their rows, show the same
+        self._read = functools.lru_cache(maxsize=_READ_KEPT)(self._read_again)
+        self.token: str = processor.image_token
+        probe = self._call(self.token, [_gray()])
+        shape = probe["input_ids"].shape
+        self._by_token = [
+            name for name, one in probe.items() if one.shape == shape and name not in ("input_ids", "attention_mask")
+        ]
+
+    @classmethod
+    def load(cls, name_or_path: str | Path, tokenizer: Any, config: Any) -> ImageProcessor:
+        """Load the processor beside a model's files; raise ImageError where it has none for images.
+
+        Args:
+            config: the model's.
+        """
+        from transformers import AutoImageProcessor
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+        from transformers.utils import cached_file
+
+        try:
+            kind: Any = PROCESSOR_MAPPING[type(config)]
+
+            class ForImages(kind):
+                def check_argument_for_proper_class(self, name: str, argument: Any) -> None:
+                    """Take None for the parts that are left out."""
+
+            parts = inspect.signature(kind.__init__).parameters
+            path = cached_file(
+                str(name_or_path), "processor_config.json", _raise_exceptions_for_missing_entries=False
+            )
+            given = json.loads(Path(path).read_text()) if path else {}
+            options = {name: value for name, value in given.items() if name in parts and not isinstance(value, dict)}
+            options |= dict.fromkeys(ForImages.get_attributes())
+            image_processor = AutoImageProcessor.from_pretrained(str(name_or_path))
+            # tokenizers are not made for several threads
+            options |= {"image_processor": image_processor, "tokenizer": copy.deepcopy(tokenizer)}
+            # a processor's own may be the mark alone, which it writes more around
+            return cls(ForImages(**options), config.image_token_id)
+        except Exception as error:
+            raise ImageError(
+                f"model type {config.model_type!r} in {str(name_or_path)!r} has no processor of images that can be "
+                f"used here ({type(error).__name__}: {error})"
+            ) from error
+
+    def read(self, text: str, images: Sequence[bytes]) -> tuple[list[int], Images]:
+        """Return the ids of a rendered prompt, with as many for each image as it takes, and the images.
+
+        Raises ImageError for images that cannot be read, or of another number than the prompt has places for.
+        """
+        ids, read = self._read(text, tuple(images))
+        return list(ids), read
+
+    def _read_again(self, text: str, images: tuple[bytes, ...]) -> tuple[list[int], Images]:
+        if (places := text.count(self.token)) != len(images):
+            raise ImageError(
+                f"the prompt has {places} places for images ({self.token}) and {len(images)} images; leave the mark "
+                "out of texts, or serve a model whose chat template shows images"
+            )
+        try:
+            found = self._call(text, [read_image(one) for one in images])
+        except ImageError:
+            raise
+        except ValueError as error:
+            raise ImageError(f"the model's processor refused an image ({error}); give it another size") from error
+        ids: list[int] = found.pop("input_ids")[0].tolist()
+        features = {name: one for name, one in found.items() if name not in (*self._by_token, "attention_mask")}
+        digest = hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in images)).digest()
+        return ids, Images(features, ids.count(self.token_id), digest)
+
+    def of_images(self, images: Sequence[bytes]) -> Images:
+        """Return images without the prompt that holds them."""
+        return self.read(self.token * len(images), images)[1]
+
+    def gray(self) -> tuple[list[int], Images]:
+        """Return the ids and the features of a prompt that is one gray image."""
+        file = io.BytesIO()
+        _gray().save(file, "PNG")
+        return self.read(self.token, [file.getvalue()])
+
+    def inputs(self, ids_RT: Tensor, images: Sequence[Images | None], device: torch.device) -> dict[str, Tensor]:
+        """Return what a model is given beside the ids of rows that hold images; nothing where no row does."""
+        held = [one for one in images if one is not None]
+        if not held:
+            return {}
+        places_RT = (ids_RT == self.token_id).long()
+        inputs = {name: torch.cat([one.features[name] for one in held]).to(device) for name in held[0].features}
+        return inputs | {name: places_RT.to(device) for name in self._by_token}
+
+    def _call(self, text: str, images: list[Any]) -> dict[str, Tensor]:
+        with self._lock:
+            return dict(self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+
+
+class RowImages:
+    """The images of training rows: from the run's store, as the policy's model reads them.
+
+    Attributes:
+        store: where rows' names of images lead.
+    """
+
+    def __init__(self, processor: ImageProcessor, store: ImageStore) -> None:
+        self.processor, self.store = processor, store
+
+    def inputs(self, ids_RT: Tensor, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what a model is given for the images of a micro-batch; nothing where no row has one.
+
+        Args:
+            ids_RT: prompts and completions.
+            batch: `images`, the names of each row's, and `loss_mask`, 1 on sampled tokens; all of a completion where
+                it is left out.
+
+        Raises:
+            ConfigError: the server counted other tokens for a row's images than this processor does.
+        """
+        stored = ([self.store.read(name) for name in names] for names in batch.get("images", ()))
+        images = [self.processor.of_images(row) if row else None for row in stored]
+        if not any(images):
+            return {}
+        width = batch["completion_ids"].shape[1]
+        sampled_RC = batch.get("loss_mask", torch.ones(len(ids_RT), width)).to(ids_RT.device) > 0
+        # sampled, it is a token as any other, and the last of its answer: what it is to the model does not matter
+        sampled_RT = torch.nn.functional.pad(sampled_RC, (ids_RT.shape[1] - width, 0))
+        ids_RT = ids_RT.masked_fill(sampled_RT & (ids_RT == self.processor.token_id), 0)
+        counts = (ids_RT == self.processor.token_id).sum(1).tolist()
+        for count, one in zip(counts, images, strict=True):
+            if count != (0 if one is None else one.tokens):
+                raise ConfigError(
+                    f"the server's prompt has {count} tokens of images where the model's processor here makes "
+                    f"{0 if one is None else one.tokens}: they do not read images alike; give both the same "
+                    "preprocessor_config.json and version of transformers."
+                )
+        return {"input_ids": ids_RT, **self.processor.inputs(ids_RT, images, ids_RT.device)}
+
+
+def towers(model: Any) -> dict[str, Any]:
+    """Return the parts of a multimodal model's body that images and sound pass through, by their names in it."""
+    body, decoder = model.base_model, model.get_decoder()
+    return {
+        name: part
+        for name, part in body.named_children()
+        if body is not decoder and all(module is not decoder for module in part.modules())
+    }
+
+
+def _gray() -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (64, 64), (128, 128, 128))
