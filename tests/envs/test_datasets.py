@@ -227,3 +227,14 @@ def test_numbers_as_tasks_are_their_texts() -> None:
     with FakeOpenAIServer("x") as server:
         results = env.evaluate_sync(server.url, "fake", num_examples=4)
     assert (results.task, results.reward) == (["0", "1", "0", "1"], [0.0, 1.0, 0.0, 1.0])
+
+
+def test_texts_and_images_stand_in_one_column_and_come_back_as_they_were() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    prompts = [
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": [image, {"type": "text", "text": "?"}]}],
+        [{"role": "user", "content": "no image"}],
+        [{"role": "user", "content": [image]}],
+    ]
+    env = vf.SingleTurnEnv(dataset=[{"prompt": one, "answer": ""} for one in prompts], rubric=vf.Rubric(funcs=[]))
+    assert [row_fields(row)[0] for row in env.get_dataset()] == prompts

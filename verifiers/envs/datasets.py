@@ -150,6 +150,10 @@ def _lean_message(message: Any) -> Any:
     if "content" in message:
         # a message of tool calls alone has a content of None, and code that reads content expects the key
         lean.setdefault("content", None)
+        parts = lean["content"]
+        if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], Mapping):
+            # a text beside parts; see `_with_contents_alike`
+            lean["content"] = parts[0]["text"] if parts[0].keys() == {"type", "text"} else parts
     return lean
 
 
@@ -194,6 +198,8 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     # from_list looks at the first row's columns alone
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
+    if "prompt" in columns:
+        columns["prompt"] = _with_contents_alike(columns["prompt"])
     if not _is_uniform(columns.get("info", [])):
         # a table would give every dict the keys of all others; what JSON does not hold stays
         with contextlib.suppress(TypeError):
@@ -202,6 +208,19 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
         return datasets.Dataset.from_dict(columns)
     except (TypeError, ValueError, OverflowError):  # pyarrow's own errors are of these classes
         raise ConfigError(_misfit(columns)) from None
+
+
+def _with_contents_alike(prompts: list[Any]) -> list[Any]:
+    """Write the texts of messages as parts where other messages have parts; `row_fields` gives them back as texts."""
+
+    def written(message: Any) -> Any:
+        is_text = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        return {**message, "content": [{"type": "text", "text": message["content"]}]} if is_text else message
+
+    talks = [prompt for prompt in prompts if isinstance(prompt, list)]
+    if not any(isinstance(one, Mapping) and isinstance(one.get("content"), list) for talk in talks for one in talk):
+        return prompts
+    return [[written(one) for one in prompt] if isinstance(prompt, list) else prompt for prompt in prompts]
 
 
 def _misfit(columns: Mapping[str, list[Any]]) -> str:
