@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verifiers.errors import ConfigError
 from verifiers.types import message_field
 
 MOST_BYTES = 32 * 2**20
@@ -29,7 +30,8 @@ def image_part(image: Any) -> dict[str, Any]:
         image = file.getvalue()
     elif isinstance(image, str | os.PathLike):
         image = Path(image).read_bytes()
-    kind = "jpeg" if image[:2] == b"\xff\xd8" else "webp" if image[8:12] == b"WEBP" else "png"
+    known = ((b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"RIFF", "webp"))
+    kind = next((name for begins, name in known if image.startswith(begins)), "png")
     url = f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -89,5 +91,18 @@ class ImageStore:
             os.replace(written, path)
         return name
 
+    def adopt(self, directory: Path) -> None:
+        """Take over the images of another run, whose blocks in flight this one trains on."""
+        if directory.is_dir() and directory != self._directory:
+            for path in directory.iterdir():
+                self.keep(path.read_bytes())
+
     def read(self, name: str) -> bytes:
-        return (self._directory / name).read_bytes()
+        """Return an image; raise ConfigError where it is gone."""
+        try:
+            return (self._directory / name).read_bytes()
+        except FileNotFoundError:
+            raise ConfigError(
+                f"the image {name} of a training row is not in {str(self._directory)!r}; put the folder back, or "
+                "resume from a checkpoint in its own run's directory."
+            ) from None

@@ -51,7 +51,7 @@ class Showing(vf.MultiTurnEnv):
 
 
 def train(
-    model: Path, out: Path, env: Any = None, *, stop_at: int | None = None, resume: bool = False, **options: Any
+    model: Path, out: Path, env: Any = None, *, stop_at: int | None = None, resume: bool | str = False, **options: Any
 ) -> tiny_world.ObservedTrainer:
     given = {"rollout_device": "cpu", "max_images": 2, "max_completion_length": 6, **options}
     adapter = given.pop("adapter", None)
@@ -125,6 +125,17 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(seeing_
 
 
 @pytest.mark.slow
+def test_a_run_takes_over_the_images_of_blocks_in_flight_from_another_directory(
+    seeing_dir: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"num_batches_ahead": 1, "drain_before_sync": True, "max_steps": 3}
+    train(seeing_dir, tmp_path / "one", stop_at=2, save_strategy="steps", save_steps=1, **options)
+    other = train(seeing_dir, tmp_path / "other", resume=str(tmp_path / "one" / "checkpoint-1"), **options)
+    assert other.state.global_step == 3
+    assert other.largest_difference() < 1e-4 or max(other.logged("staleness")) > 0
+
+
+@pytest.mark.slow
 def test_a_server_of_its_own_takes_images_and_pushes(seeing_dir: Path, tmp_path: Path) -> None:
     loaded = load_model(seeing_dir, device="cpu", dtype="float32", max_model_len=None, with_images=True)
     with InProcessServer(loaded, threads=1, max_images=2) as server:
@@ -164,6 +175,26 @@ def test_a_processor_that_counts_otherwise_is_refused(tmp_path: Path) -> None:
     # the completion's own is no place of an image
     with pytest.raises(vf.ConfigError, match="has 3 tokens of images where the model's processor here makes 2"):
         images.inputs(torch.tensor([[9, 9, 9, 9, 1]]), batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train_vision_tower": True, "max_images": 0}, "set max_images"),
+        ({"env_ce_coef": 0.1}, "env_ce_coef=0.1 would train the policy to write what stands for images"),
+        ({"teacher_url": "http://127.0.0.1:1/v1"}, "a teacher is asked by token ids"),
+        (
+            {"train_vision_tower": True, "adapter": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])},
+            "the adapter has no weight there",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_settings_that_do_not_go_with_images_are_refused(
+    settings: dict[str, Any], said: str, seeing_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(vf.ConfigError, match=said):
+        train(seeing_dir, tmp_path / "run", **settings)
 
 
 def test_rows_of_equal_ids_and_other_images_are_rows_of_their_own() -> None:

@@ -232,7 +232,10 @@ def test_numbers_as_tasks_are_their_texts() -> None:
 def test_texts_and_images_stand_in_one_column_and_come_back_as_they_were() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     prompts = [
-        [{"role": "system", "content": "be brief"}, {"role": "user", "content": [image, {"type": "text", "text": "?"}]}],
+        [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [image, {"type": "text", "text": "?"}]},
+        ],
         [{"role": "user", "content": "no image"}],
         [{"role": "user", "content": [image]}],
     ]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_world
 import torch
 import transformers as hf
@@ -27,6 +28,7 @@ from verifiers_embedded.text.prompts import ChatText
 
 import verifiers as vf
 from verifiers.images import image_bytes
+from verifiers.train.image_processor import ImageError
 from verifiers.train.weight_sync.protocol import checkpoint_tensors, policy_tensors
 
 TOLERANCE = 1e-4
@@ -259,6 +261,9 @@ def check_images(family: Family, directory: Path) -> None:
         loaded.images.read(SIGHTS[family.name].shown * count + "what", noise_images(count)) for count in (1, 2)
     ]
     prompts.append((prompts_of(loaded.vocab_size)[4], None))
+    written = loaded.tokenizer.convert_ids_to_tokens(loaded.images.token_id)
+    with pytest.raises(ImageError):
+        loaded.images.read(SIGHTS[family.name].shown + f"what {written} is", noise_images(1))
     for seed in (0, 1):
         model = trained_class(seeing).from_pretrained(seeing, dtype=torch.float32).eval()
         with engine_of(loaded) as engine:

@@ -357,7 +357,8 @@ class RolloutClient:
 
     async def _call_policy(self, path: str, given: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         arguments, is_cut = self._prepared(path, given)
-        names = [] if self._images is None else self._images.keep_all(given.get("messages") or "")
+        is_kept = self._images is not None and self._require_tokens
+        names = self._images.keep_all(given.get("messages") or "") if is_kept and self._images else []
         call: ChatCall | None = None
         sampled: _Sampled | None = None
         if self._tokens is not None and path == CHAT:

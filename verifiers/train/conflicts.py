@@ -191,6 +191,11 @@ def _rollouts(args: Any) -> _Refusals:
         f"max_images is {args.max_images}; give the most images of a prompt, or 0 for text alone.",
     )
     yield (
+        args.max_images > 0 and args.env_ce_coef > 0,
+        f"env_ce_coef={args.env_ce_coef:g} would train the policy to write what stands for images, and max_images is "
+        f"{args.max_images}; leave one of the two out.",
+    )
+    yield (
         args.train_vision_tower and not args.max_images,
         "train_vision_tower trains what images pass through, and max_images=0 lets none come; set max_images.",
     )

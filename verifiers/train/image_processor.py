@@ -7,10 +7,10 @@ the same numbers. Its part for videos is left out: it needs torchvision, and no 
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import threading
 import warnings
@@ -28,8 +28,8 @@ from verifiers.images import ImageStore
 MOST_PIXELS = 2**24
 """Pixels of an image that is decoded; read off its header, so that a small file cannot take much memory."""
 
-_READ_KEPT = 16
-"""Prompts with images that are kept as they were read."""
+_KEPT_BYTES = 2**26
+"""Of prompts with images that are kept as they were read."""
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 
@@ -45,7 +45,7 @@ def read_image(image: bytes) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            opened = Image.open(io.BytesIO(image), formats=FORMATS)
+            opened: Any = Image.open(io.BytesIO(image), formats=FORMATS)
             if opened.width * opened.height > MOST_PIXELS:
                 raise ImageError(
                     f"an image of {opened.width} x {opened.height} pixels is larger than {MOST_PIXELS:,}; scale it "
@@ -53,8 +53,9 @@ def read_image(image: bytes) -> Any:
                 )
             # turned as transformers' own loader turns it, and laid on white
             ImageOps.exif_transpose(opened, in_place=True)
-            if opened.mode != "RGBA":
+            if not opened.has_transparency_data:
                 return opened.convert("RGB")
+            opened = opened.convert("RGBA")
             laid = Image.new("RGB", opened.size, "white")
             laid.paste(opened, mask=opened.getchannel("A"))
             return laid
@@ -86,6 +87,11 @@ class Images:
     tokens: int
     digest: bytes
 
+    @property
+    def size(self) -> int:
+        """Bytes of the features."""
+        return sum(one.nbytes for one in self.features.values())
+
 
 class ImageProcessor:
     """The processor of a model, for texts and images.
@@ -98,8 +104,7 @@ class ImageProcessor:
     def __init__(self, processor: Any, token_id: int) -> None:
         self.processor, self.token_id = processor, token_id
         self._lock = threading.Lock()
-        # the rollouts of a group, and their rows, show the same
-        self._read = functools.lru_cache(maxsize=_READ_KEPT)(self._read_again)
+        self._kept: dict[tuple[str, bytes], tuple[list[int], Images]] = {}
         self.token: str = processor.image_token
         probe = self._call(self.token, [_gray()])
         shape = probe["input_ids"].shape
@@ -108,7 +113,9 @@ class ImageProcessor:
         ]
 
     @classmethod
-    def load(cls, name_or_path: str | Path, tokenizer: Any, config: Any) -> ImageProcessor:
+    def load(
+        cls, name_or_path: str | Path, tokenizer: Any, config: Any, revision: str | None = None
+    ) -> ImageProcessor:
         """Load the processor beside a model's files; raise ImageError where it has none for images.
 
         Args:
@@ -127,12 +134,15 @@ class ImageProcessor:
 
             parts = inspect.signature(kind.__init__).parameters
             path = cached_file(
-                str(name_or_path), "processor_config.json", _raise_exceptions_for_missing_entries=False
+                str(name_or_path),
+                "processor_config.json",
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
             )
             given = json.loads(Path(path).read_text()) if path else {}
             options = {name: value for name, value in given.items() if name in parts and not isinstance(value, dict)}
             options |= dict.fromkeys(ForImages.get_attributes())
-            image_processor = AutoImageProcessor.from_pretrained(str(name_or_path))
+            image_processor = AutoImageProcessor.from_pretrained(str(name_or_path), revision=revision or "main")
             # tokenizers are not made for several threads
             options |= {"image_processor": image_processor, "tokenizer": copy.deepcopy(tokenizer)}
             # a processor's own may be the mark alone, which it writes more around
@@ -148,10 +158,32 @@ class ImageProcessor:
 
         Raises ImageError for images that cannot be read, or of another number than the prompt has places for.
         """
-        ids, read = self._read(text, tuple(images))
+        ids, read = self._read(text, images)
+        runs = [is_place for is_place, _ in itertools.groupby(ids, self.token_id.__eq__)].count(True)
+        with self._lock:
+            said = self.processor.tokenizer.encode(text.replace(self.token, ""), add_special_tokens=False)
+        if runs != len(images) or self.token_id in said:
+            raise ImageError(
+                f"the prompt's text holds the mark of images ({self.token}) or what stands for their parts; leave it "
+                "out of texts, or serve a model whose chat template shows the images of this message"
+            )
         return list(ids), read
 
-    def _read_again(self, text: str, images: tuple[bytes, ...]) -> tuple[list[int], Images]:
+    def of_images(self, images: Sequence[bytes]) -> Images:
+        """Return images without the prompt that holds them."""
+        return self._read(self.token * len(images), images)[1]
+
+    def _read(self, text: str, images: Sequence[bytes]) -> tuple[list[int], Images]:
+        digest = hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in images)).digest()
+        with self._lock:
+            # the rollouts of a group, and their rows, show the same
+            found = self._kept.pop((text, digest), None) or self._read_again(text, images, digest)
+            self._kept[text, digest] = found
+            while sum(read.size for _, read in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
+                del self._kept[next(iter(self._kept))]
+        return found
+
+    def _read_again(self, text: str, images: Sequence[bytes], digest: bytes) -> tuple[list[int], Images]:
         if (places := text.count(self.token)) != len(images):
             raise ImageError(
                 f"the prompt has {places} places for images ({self.token}) and {len(images)} images; leave the mark "
@@ -165,12 +197,7 @@ class ImageProcessor:
             raise ImageError(f"the model's processor refused an image ({error}); give it another size") from error
         ids: list[int] = found.pop("input_ids")[0].tolist()
         features = {name: one for name, one in found.items() if name not in (*self._by_token, "attention_mask")}
-        digest = hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in images)).digest()
         return ids, Images(features, ids.count(self.token_id), digest)
-
-    def of_images(self, images: Sequence[bytes]) -> Images:
-        """Return images without the prompt that holds them."""
-        return self.read(self.token * len(images), images)[1]
 
     def gray(self) -> tuple[list[int], Images]:
         """Return the ids and the features of a prompt that is one gray image."""
@@ -188,8 +215,7 @@ class ImageProcessor:
         return inputs | {name: places_RT.to(device) for name in self._by_token}
 
     def _call(self, text: str, images: list[Any]) -> dict[str, Tensor]:
-        with self._lock:
-            return dict(self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+        return dict(self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
 
 
 class RowImages:
@@ -246,4 +272,5 @@ def towers(model: Any) -> dict[str, Any]:
 def _gray() -> Any:
     from PIL import Image
 
-    return Image.new("RGB", (64, 64), (128, 128, 128))
+    # wider than high, so that positions tell the two apart
+    return Image.new("RGB", (96, 64), (128, 128, 128))

@@ -256,12 +256,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         base = policy.get_base_model() if is_peft_model(policy) else policy
         try:
-            processor = ImageProcessor.load(base.config._name_or_path, self.processing_class, base.config)
+            given: Any = args.model_init_kwargs or {}
+            processor = ImageProcessor.load(
+                base.config._name_or_path, self.processing_class, base.config, given.get("revision")
+            )
         except ImageError as error:
             raise ConfigError(f"max_images={args.max_images}: {error}.") from error
+        parts = towers(base).values()
         if not args.train_vision_tower:
-            for part in towers(base).values():
+            for part in parts:
                 part.requires_grad_(False)
+        elif not any(parameter.requires_grad for part in parts for parameter in part.parameters()):
+            raise ConfigError(
+                "train_vision_tower is set, and the adapter has no weight there; name the tower's layers in its "
+                "target_modules, or leave the setting out."
+            )
+        elif args.ddp_find_unused_parameters is None:
+            # rows of a rank's micro-batch may all be without an image
+            args.ddp_find_unused_parameters = True
         return RowImages(processor, ImageStore(Path(str(args.output_dir)) / "images", args.max_images))
 
     def _load_demonstrations(self) -> Demonstrations | None:
@@ -328,6 +340,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         def run(termination: Termination) -> Any:
             self._forget_earlier_run()
             checkpoint = self.lifecycle.open(resume_from_checkpoint)
+            if checkpoint is not None and self.images is not None:
+                self.images.store.adopt(Path(checkpoint).parent / "images")
             # after every callback that may ask for a stop or a save
             self.pop_callback(self._stops_between_blocks)
             self.add_callback(self._stops_between_blocks)

@@ -13,7 +13,7 @@ import datasets
 from trl.chat_template_utils import get_training_chat_template
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.recording_client import refuse_non_text
+from verifiers.images import image_urls
 from verifiers.rollouts.rollout import TokenSequence
 from verifiers.train.batching.micro_batches import DEMONSTRATION, TrainingSample
 
@@ -111,7 +111,8 @@ def _template(tokenizer: Any) -> str:
 
 def _sample(row: Mapping[str, Any], tokenizer: Any, template: str, place: int) -> TrainingSample | None:
     messages = row.get("messages") or [*(row.get("prompt") or ()), *(row.get("completion") or ())]
-    refuse_non_text(messages, f"row {place} of the demonstrations")
+    if any(image_urls(messages)):
+        raise ConfigError(f"row {place} of the demonstrations shows an image; they are text alone, so leave it out.")
     try:
         found = tokenizer.apply_chat_template(
             messages,

@@ -326,11 +326,16 @@ class ActiveBatch:
         assert self._images is not None
         ids = upload([prefix], self._device)
         images = self.sequences[rows[0]].request.images
-        # without positions, the model gives an image's tokens those that it was trained with
-        self._padded_pass([prefix], {prefix: rows}, self._images.inputs(ids, [images], self._device))
-        found = getattr(self._body, "rope_deltas", None)
+        given = self._images.inputs(ids, [images], self._device)
+        shift = 0
+        if hasattr(self._body, "get_rope_index"):
+            # the model would keep the shift for its next pass, which may be another thread's
+            asked = {name: given[name] for name in ("image_grid_thw", "mm_token_type_ids")}
+            given["position_ids"], shifts = self._body.get_rope_index(input_ids=ids, **asked)
+            shift = int(shifts)
+        self._padded_pass([prefix], {prefix: rows}, given)
         for row in rows:
-            self.sequences[row].shift = 0 if found is None else int(found)
+            self.sequences[row].shift = shift
 
     def _padded_pass(
         self,

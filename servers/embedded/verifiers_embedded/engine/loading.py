@@ -206,9 +206,13 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
     probes = [_probe(text) for text in texts]
     if images is not None:
         ids, read = images.gray()
-        if len(ids) + 3 <= max_model_len:
-            # the last of a prompt is computed as sampled tokens are
-            probes.append(_probe((*ids, *[1] * len(texts[0])), read))
+        if len(ids) + 5 > max_model_len:
+            raise StartError(
+                f"a small image takes {len(ids)} tokens, and the context is {max_model_len}; give a longer "
+                "--max-model-len"
+            )
+        # the last of a prompt is computed as sampled tokens are
+        probes.append(_probe((*ids, 1, 1, 1), read))
     batch = ActiveBatch(model, len(probes), max_model_len, images=images)
     with torch.inference_mode():
         batch.add(probes)

@@ -41,7 +41,9 @@ def score_prompt(model: Any, ids: Sequence[int], alternatives: int, cache_name: 
     likeliest: list[list[tuple[int, float]]] = []
     for start in range(0, len(ids) - 1, _PIECE):
         piece, next_ids = ids[start : start + _PIECE], ids[start + 1 : start + 1 + _PIECE]
-        logits_TV = model(input_ids=upload([list(piece)], model.device), **cache, use_cache=True).logits[0]
+        given = {"input_ids": [list(piece)], "position_ids": [list(range(start, start + len(piece)))]}
+        inputs = {name: upload(values, model.device) for name, values in given.items()}
+        logits_TV = model(**inputs, **cache, use_cache=True).logits[0]
         logps_TV = logits_TV[: len(next_ids)].float().log_softmax(-1)
         chosen = upload(list(next_ids), model.device)[:, None]
         log_probs += logps_TV.gather(1, chosen)[:, 0].tolist()

@@ -276,3 +276,28 @@ def test_a_server_that_takes_no_images_names_the_flag(seeing: Path, model_dir: P
             said = answer["error"]["message"]
             assert re.search("hold 1 images, and this server takes 0 .*; start it with --max-images 1$", said), said
         assert post(server, "/v1/chat/completions", asked("x"))[0] == 200
+
+
+def test_marks_in_a_text_beside_images_that_are_not_shown_end_nothing(server: InProcessServer) -> None:
+    image = part(saved(noise()))
+    unseen = {"role": "assistant", "content": [image, image]}
+    body = asked("<|image_pad|><|image_pad|>")
+    body["messages"].insert(0, unseen)
+    status, _ = post(server, "/v1/chat/completions", body)
+    assert status == 400
+    assert chat(server, [image])["choices"]
+
+
+def test_a_text_is_scored_alike_beyond_one_piece_and_after_images(server: InProcessServer, plain: Any) -> None:
+    ids = [3 + place % 90 for place in range(400)]
+    body = {"model": "policy", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+    status, answer = post(server, "/v1/completions", body)
+    assert status == 200, answer
+    with torch.no_grad():
+        logps = plain(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    found = [
+        one[str(token)]["logprob"]
+        for one, token in zip(answer["choices"][0]["prompt_logprobs"][1:], ids[1:], strict=True)
+    ]
+    wanted = logps.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert (torch.tensor(found) - wanted).abs().max() < 1e-4
