@@ -89,8 +89,8 @@ def test_old_log_probs_on_the_copy_are_the_trainers_own(
 ) -> None:
     compared, on_copy = [], logprobs.log_probs_of_copy
 
-    def comparing(copy: Any, batch: Any, temperature: float, batch_size: int) -> torch.Tensor:
-        there = on_copy(copy, batch, temperature, batch_size)
+    def comparing(copy: Any, batch: Any, *given: Any) -> torch.Tensor:
+        there = on_copy(copy, batch, *given)
         compared.append((there, trainer.logprobs.of_model(trainer.model, batch), batch["completion_mask"].bool()))
         return there
 
