@@ -246,7 +246,7 @@ class RolloutClient:
         self._check_call = check_call
         self._vocab_size = vocab_size
         self._mask_source: MaskSource | None = mask_source
-        self._images = images
+        self._images = images if require_tokens else None
         self._ids = _GrowingIds()
         self._begun = 0
         self._has_asked = False
@@ -357,8 +357,7 @@ class RolloutClient:
 
     async def _call_policy(self, path: str, given: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         arguments, is_cut = self._prepared(path, given)
-        is_kept = self._images is not None and self._require_tokens
-        names = self._images.keep_all(given.get("messages") or "") if is_kept and self._images else []
+        names = [] if self._images is None else self._images.keep_all(given.get("messages") or "")
         call: ChatCall | None = None
         sampled: _Sampled | None = None
         if self._tokens is not None and path == CHAT:

@@ -21,7 +21,11 @@ def _template() -> str:
     shown = (
         "{%- if message['content'] is string or not message['content'] -%}"
         "{{- message['content'] or '' -}}{%- else -%}"
-        "{%- for part in message['content'] -%}{{- '" + BEFORE + IMAGE + BEHIND + "' if part.type == 'image' else "
+        "{%- for part in message['content'] -%}{{- '"
+        + BEFORE
+        + IMAGE
+        + BEHIND
+        + "' if part.type in ('image', 'image_url') else "
         "part.text -}}{%- endfor -%}{%- endif -%}"
     )
     plain = "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>\\n' -}}"
@@ -120,7 +124,7 @@ def show_answers(
     processor = ImageProcessor.load(directory, tokenizer, AutoConfig.from_pretrained(directory))
     rows = []
     for messages, answer in shown:
-        text: Any = tokenizer.apply_chat_template(for_template(messages), tokenize=False, add_generation_prompt=True)
+        text: Any = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         ids, images = processor.read(text, [image_bytes(url) for url in image_urls(messages)])
         rows.append((ids, tokenizer.encode(answer + tokenizer.eos_token), images))
     dice = random.Random(seed)
@@ -141,20 +145,3 @@ def show_answers(
         optimizer.zero_grad()
     model.save_pretrained(directory)
     return float(loss.detach())
-
-
-def for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates read them, where an image is a mark."""
-
-    def part(one: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "image"} if one["type"] == "image_url" else {"type": "text", "text": one["text"]}
-
-    return [
-        {
-            **one,
-            "content": [part(each) for each in one["content"]]
-            if isinstance(one["content"], list)
-            else one["content"],
-        }
-        for one in messages
-    ]

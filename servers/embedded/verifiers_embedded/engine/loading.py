@@ -225,7 +225,7 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
                 given = {} if images is None or held is None else images.inputs(ids_1T, [held], model.device)
                 plain = model(input_ids=ids_1T, **given).logits[0, -1].float()
                 worst = max(worst, ((logits[row] - plain).abs().max() / (1.0 + plain.abs().max())).item())
-                sequence.tokens.append(sequence.tokens[-1])
+                sequence.tokens.append((sequence.tokens[-1] + 1) % vocabulary)
     if not worst <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
         raise StartError(
             f"the cached logits of model type {model.config.model_type!r} differ from the plain ones by a "
