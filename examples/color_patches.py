@@ -34,6 +34,7 @@ def main() -> int:
     args = parser.parse_args()
     sys.path.insert(0, str(ENVIRONMENT))
     import color_patches
+    import torch
 
     import verifiers as vf
     from verifiers.train.tiny_model.vision_model import make_vision_model, show_answers
@@ -52,7 +53,8 @@ def main() -> int:
         max_steps=args.steps,
         max_images=1,
         train_vision_tower=True,
-        rollout_device="cpu",
+        rollout_device="cuda:0" if torch.cuda.is_available() else "cpu",
+        bf16=False,
         num_batches_ahead=0,
         per_device_train_batch_size=64,
         num_generations=8,

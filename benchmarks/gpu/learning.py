@@ -46,9 +46,7 @@ def run_side(given: dict[str, Any]) -> None:
     args = vf.GRPOConfig(
         given["output_dir"],
         rollout_device="cpu" if given["device"] == "cpu" else "cuda:0",
-        rollout_cuda_graphs=given["device"] != "cpu",
         num_batches_ahead=given["ahead"],
-        rollout_chunk_size=256,
         max_steps=given["steps"],
         learning_rate=3e-4,
         lr_scheduler_type="constant_with_warmup",

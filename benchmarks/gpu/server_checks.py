@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Asked, Report, make_model, make_tokenizer, run_stage
+from common import TINY, Asked, Report, make_model, make_tokenizer, run_stage
 from verifiers_embedded.engine.batch import ActiveBatch
-from verifiers_embedded.engine.decoding import cuda_graph
+from verifiers_embedded.engine.decoding import CudaGraphs
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.in_process_server import InProcessServer
@@ -21,7 +21,7 @@ CONTEXT = 512
 TEMPERATURES = (0.5, 1.0, 1.5)
 
 
-def serve(asked: Asked, policy: Any, graphs: bool = False) -> InProcessServer:
+def serve(asked: Asked, policy: Any, graphs: bool | None = False) -> InProcessServer:
     return InProcessServer.of_policy(
         policy.config,
         policy.state_dict(),
@@ -29,7 +29,7 @@ def serve(asked: Asked, policy: Any, graphs: bool = False) -> InProcessServer:
         device=asked.device,
         max_model_len=CONTEXT,
         slots=16,
-        record=cuda_graph if graphs else None,
+        cuda_graphs=graphs,
     )
 
 
@@ -123,7 +123,7 @@ def check_waits(asked: Asked, report: Report, graphs: bool) -> None:
     """Check that a step waits for the device once, for the tokens of all rows."""
     name = "one wait a step" + (", CUDA graphs" if graphs else "")
     policy = make_model(asked, asked.dtype).requires_grad_(False)
-    batch, steps = ActiveBatch(policy, 16, CONTEXT, record=cuda_graph if graphs else None), 20
+    batch, steps = ActiveBatch(policy, 16, CONTEXT, record=CudaGraphs() if graphs else None), 20
     with torch.inference_mode():
         rows = [SamplingParameters(seed, temperature=0.7, top_p=0.9 if seed % 2 else 1.0) for seed in range(16)]
         batch.add([waiting(sampling) for sampling in rows])
@@ -140,6 +140,27 @@ def check_waits(asked: Asked, report: Report, graphs: bool) -> None:
     # torch also warns once that the mode is a prototype, which names synchronizing operations too
     waits = [str(one.message) for one in caught if "called a synchronizing" in str(one.message)]
     report.check(name, len(waits) <= steps, waits=len(waits), steps=steps)
+
+
+def check_mixture(asked: Asked, report: Report) -> None:
+    """Check log-probs of a small mixture of experts, whose passes are recorded where they wait for nothing."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    policy = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **experts, eos_token_id=None, pad_token_id=0))
+    policy = policy.to(asked.device).eval().requires_grad_(False)
+    with serve(asked, policy, None) as server:
+        recorded = server.loaded.can_be_recorded
+        prompts = [[1 + place, 2, 3] for place in range(8)]
+        settings = [SamplingParameters(seed) for seed in range(8)]
+        requests = [GenerationRequest(tuple(ids), 20, one) for ids, one in zip(prompts, settings, strict=True)]
+        answers = [future.result(120) for future in [server.engine.submit(request) for request in requests]]
+    gaps = [
+        (log_probs_of(policy, prompt, answer, 1.0) - torch.tensor(answer.log_probs)).abs().max().item()
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    report.check("log-probs of a mixture of experts agree", max(gaps) <= 1e-3, largest=max(gaps), recorded=recorded)
 
 
 def waiting(sampling: SamplingParameters) -> Sequence:
@@ -164,6 +185,7 @@ def stage(asked: Asked, report: Report) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             check_agreement(asked, report, dtype, graphs)
     check_memory(asked, report)
+    check_mixture(asked, report)
 
 
 if __name__ == "__main__":

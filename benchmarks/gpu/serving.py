@@ -31,7 +31,6 @@ from common import (
     run_stage,
     synchronize,
 )
-from verifiers_embedded.engine.decoding import cuda_graph
 from verifiers_embedded.in_process_server import InProcessServer
 
 Prompts = list[list[int]]
@@ -154,7 +153,7 @@ def serve(asked: Asked, model: Any, slots: int, context: int, graphs: bool) -> I
         max_model_len=context + 1,
         slots=slots,
         prefix_bytes=0,
-        record=cuda_graph if graphs else None,
+        cuda_graphs=graphs,
     )
 
 

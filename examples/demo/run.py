@@ -78,7 +78,6 @@ def train(args: argparse.Namespace) -> tuple[int, float]:
         output_dir=str(args.output_dir),
         seed=args.seed,
         rollout_device="cuda:0" if has_gpu else "cpu",
-        rollout_cuda_graphs=has_gpu,
         bf16=False,
         max_steps=steps,
         learning_rate=1e-5 if args.full else 6e-4,

@@ -56,11 +56,14 @@ def test_a_server_that_tells_its_load_is_believed() -> None:
 
 def test_sides_that_share_cores_are_told_to_take_turns_and_then_that_they_do() -> None:
     time = run({"wait": 40.0, "train": 60.0})
-    together = find_bottleneck(time, num_batches_ahead=1, shares_cores=True)
+    together = find_bottleneck(time, num_batches_ahead=1, shared_device="cores")
     assert together.advice.startswith("num_batches_ahead=0: both share these cores")
-    in_turns = find_bottleneck(time, num_batches_ahead=0, shares_cores=True)
+    in_turns = find_bottleneck(time, num_batches_ahead=0, shared_device="cores")
     assert "take turns: training took 60 % of the time, the trainer waited 40 %" in in_turns.text
     assert "num_batches_ahead" not in in_turns.advice
+    on_gpu = find_bottleneck(run({"wait": 60.0, "train": 40.0}), num_batches_ahead=0, shared_device="GPU")
+    assert "both share this GPU and take turns" in on_gpu.text
+    assert "num_batches_ahead" not in on_gpu.advice
 
 
 class Asks(Environment):

@@ -132,7 +132,7 @@ def train(
             config.teacher_url = stack.enter_context(
                 launched_server("embedded", run.teacher.path, start_timeout_s=start_timeout_s)
             )
-        overlaps = config.shares_cores and config.num_batches_ahead > 0
+        overlaps = config.shared_device == "cores" and config.num_batches_ahead > 0
         if (line := share_cores(overlaps=overlaps)) and is_rank_0:
             print(line, flush=True)
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None

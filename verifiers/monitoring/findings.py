@@ -40,7 +40,7 @@ class Finding:
 
     Attributes:
         kind: "rollout-bound", "straggler-bound", "scoring-bound", "trainer-bound", "sync-bound", "evaluation-bound",
-            "checkpoint-bound", "mixed", "balanced", "shared cores" or "learns nothing".
+            "checkpoint-bound", "mixed", "balanced", "shared cores", "shared GPU" or "learns nothing".
         text: why, with the number: "the trainer waited 71 % of the time".
         advice: what to change first, by the name of its setting.
     """
@@ -57,7 +57,7 @@ def find_bottleneck(
     time: RunTime,
     *,
     num_batches_ahead: int,
-    shares_cores: bool = False,
+    shared_device: str | None = None,
     drains: bool = False,
     max_concurrent: int | None = None,
     max_staleness: int | None = None,
@@ -72,16 +72,16 @@ def find_bottleneck(
     While the trainer waits, fewer rollouts than half of the most that ran at once are stragglers; where mostly none
     runs and some are scored, the scoring is the bottleneck.
 
-    Where the trainer and the rollout server share one machine's cores, neither can be sped up by more of the other's
-    time.
+    Where the trainer and the rollout server share `shared_device`, one machine's "cores" or one "GPU", neither can be
+    sped up by more of the other's time.
     """
     if time.wall <= 0:
         return None
     shares = {part: time.share(part) for part in ("wait", *_OVERHEADS)}
     shares["train"] = 1.0 - sum(shares.values())
     overheads = sum(shares[part] for part in _OVERHEADS)
-    if shares_cores and overheads < NOTABLE and time.scored_alone < 0.5 * time.stages.get("wait", 0.0):
-        return _in_turns(shares, num_batches_ahead)
+    if shared_device and overheads < NOTABLE and time.scored_alone < 0.5 * time.stages.get("wait", 0.0):
+        return _in_turns(shares, num_batches_ahead, shared_device)
     reducible = max(("wait", *_OVERHEADS), key=shares.__getitem__)
     idle = 1.0 - time.server_busy
     if shares[reducible] >= NOTABLE:
@@ -107,16 +107,17 @@ def find_bottleneck(
     )
 
 
-def _in_turns(shares: Mapping[str, float], num_batches_ahead: int) -> Finding:
+def _in_turns(shares: Mapping[str, float], num_batches_ahead: int, device: str) -> Finding:
+    shared = "these cores" if device == "cores" else f"this {device}"
     if num_batches_ahead:
         return Finding(
-            "shared cores",
-            "the trainer and the rollout server compute on the same cores at one time",
-            "num_batches_ahead=0: both share these cores, so let them take turns with all of them",
+            f"shared {device}",
+            f"the trainer and the rollout server compute on the same {device} at one time",
+            f"num_batches_ahead=0: both share {shared}, so let them take turns with all of it",
         )
     return Finding(
-        "shared cores",
-        f"both share these cores and take turns: {_listed(shares)}",
+        f"shared {device}",
+        f"both share {shared} and take turns: {_listed(shares)}",
         "a second device for the rollout server; else a shorter max_completion_length, or [lora]",
     )
 

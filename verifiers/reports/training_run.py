@@ -40,7 +40,7 @@ _LEAST_SHARE = 0.01
 _MOST_MARKS = 40
 
 _ERRORS_SHOWN = 30
-_BOTTLENECK_SETTINGS = ("num_batches_ahead", "shares_cores", "drains", "max_concurrent", "max_staleness")
+_BOTTLENECK_SETTINGS = ("num_batches_ahead", "shared_device", "drains", "max_concurrent", "max_staleness")
 
 
 def write_training_report(run_dir: str | Path, out: Path | None = None) -> Path:

@@ -103,8 +103,9 @@ class GRPOConfig(trl.GRPOConfig):
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
             "cuda:1", or "cpu"; no other server is used then.
-        rollout_chunk_size: sequences generated at once there.
-        rollout_cuda_graphs: replay its passes of one token a sequence as CUDA graphs, at fixed shapes.
+        rollout_chunk_size: sequences generated at once there. Left out, 256 on a GPU and 64 on a CPU.
+        rollout_cuda_graphs: replay its passes of one token a sequence as CUDA graphs. Left out, on a GPU where they
+            can be recorded: no layer has a state, and nothing waits for the device.
         old_logprobs_on_rollout_device: compute old log-probs on that copy, micro-batch by micro-batch, while it has
             the weights that the block's first update starts from.
         weight_sync: how weights reach the rollout servers: "directory" (servers on this host, or a file system that
@@ -181,8 +182,8 @@ class GRPOConfig(trl.GRPOConfig):
     train_vision_tower: bool = False
     old_logprobs_batch_size: int | None = None
     rollout_device: str | None = None
-    rollout_chunk_size: int = 64
-    rollout_cuda_graphs: bool = False
+    rollout_chunk_size: int = None  # type: ignore[assignment]
+    rollout_cuda_graphs: bool | None = None
     old_logprobs_on_rollout_device: bool = False
     weight_sync: str = "auto"
     weight_sync_dir: str | None = None
@@ -228,9 +229,11 @@ class GRPOConfig(trl.GRPOConfig):
         self._refuse_indivisible_sizes()
         self._adjust_device()
         self._name_server()
-        # overlap wins nothing on shared cores, and costs the steps that stale tokens teach less in
+        # overlap wins nothing on shared cores or one GPU, and costs the steps that stale tokens teach less in
         given: int | None = self.num_batches_ahead
-        self.num_batches_ahead = given if given is not None else 0 if self.shares_cores else 1
+        self.num_batches_ahead = given if given is not None else 0 if self.shared_device else 1
+        slots: int | None = self.rollout_chunk_size
+        self.rollout_chunk_size = slots or (256 if (self.rollout_device or "").startswith("cuda") else 64)
         if self.num_generations_eval is None:
             self.num_generations_eval = 1
         best = self.load_best_model_at_end or setting_name(self.save_strategy) == "best"
@@ -283,13 +286,14 @@ class GRPOConfig(trl.GRPOConfig):
             self.server_url = root.rstrip("/").removesuffix("/v1") + "/v1"
 
     @property
-    def shares_cores(self) -> bool:
-        """True where the trainer and the rollout servers that the settings name compute on one machine's CPU."""
+    def shared_device(self) -> str | None:
+        """What the trainer and the rollout servers that the settings name both compute on: "cores", "GPU" or None."""
         if not self.use_cpu:
-            return False
+            place = os.environ.get("LOCAL_RANK", "0")
+            return "GPU" if self.rollout_device in ("cuda", f"cuda:{place}") else None
         if self.rollout_device is not None:
-            return self.rollout_device.startswith("cpu")
-        return all(is_loopback(url) for url in self.server_urls or [self.server_url])
+            return "cores" if self.rollout_device.startswith("cpu") else None
+        return "cores" if all(is_loopback(url) for url in self.server_urls or [self.server_url]) else None
 
     @property
     def may_be_stale(self) -> bool:

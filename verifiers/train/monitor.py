@@ -136,7 +136,7 @@ class RunMonitor:
         self._samples = SampleChoice(self.plan.max_steps, read_lines(directory / SAMPLES))
         self._judged_by = {
             "num_batches_ahead": args.num_batches_ahead,
-            "shares_cores": args.shares_cores,
+            "shared_device": args.shared_device,
             "drains": drains,
             "max_concurrent": args.max_concurrent,
             "max_staleness": args.max_staleness,
@@ -297,7 +297,8 @@ class MonitorCallback(TrainerCallback):
         if getattr(self._device, "type", "cpu") == "cuda":
             import torch
 
-            torch.cuda.synchronize(self._device)
+            # not the device: a server in this process may be recording a pass on another stream of it
+            torch.cuda.current_stream(self._device).synchronize()
         self._monitor.timer.switch("rest")
         self._monitor.note_step()
 

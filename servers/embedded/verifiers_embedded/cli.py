@@ -72,7 +72,12 @@ def parser() -> CommandParser:
     )
     add("--max-body-mib", type=_positive, default=64, metavar="N", help="longest request body")
     add = command.group("speed")
-    add("--rollout-chunk-size", type=_positive, default=64, metavar="N", help="most sequences at once; others queue")
+    add(
+        "--rollout-chunk-size",
+        type=_positive,
+        metavar="N",
+        help="most sequences at once; others queue (default: 256 on a GPU, 64 on a CPU)",
+    )
     add(
         "--kv-cache-mib",
         type=_positive,
@@ -89,8 +94,8 @@ def parser() -> CommandParser:
     )
     add(
         "--cuda-graphs",
-        action="store_true",
-        help="on a GPU, replay the passes of one token a sequence as CUDA graphs, at fixed shapes",
+        action=argparse.BooleanOptionalAction,
+        help="replay passes of one token a sequence as CUDA graphs (default: on a GPU, unless layers have a state)",
     )
     add("--threads", type=_positive, metavar="N", help="CPU threads for torch (default: torch's choice)")
     add = command.group("process")

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from verifiers.http_requests import app_runner, is_loopback_host
 from verifiers.server_process import cannot_listen, end_by_signals, is_loopback_address, url_of, write_port_file
-from verifiers_embedded.engine.decoding import Record, cuda_graph
+from verifiers_embedded.engine.decoding import CudaGraphs
 from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.loading import LoadedModel, load_model
 from verifiers_embedded.errors import StartError
@@ -31,12 +31,12 @@ class Service:
 
     Args:
         name: of the model in requests.
-        slots: most sequences at once.
+        slots: most sequences at once; None for 256 on a GPU and 64 on a CPU.
         threads: CPU threads of torch for the engine; None leaves torch's choice.
         prefix_bytes: memory for keys and values of finished sequences.
         tool_format, splits_reasoning: as in `ChatText`.
         seed: of the stream from which requests without a seed get theirs.
-        record: `decoding.cuda_graph`, or None to record no passes.
+        cuda_graphs: replay passes of one token a sequence as CUDA graphs; None where they can be, on a GPU.
         api_key: what requests must bring as a bearer token; None asks for none.
         max_images: most images of a prompt, where the model was loaded with its tower.
     """
@@ -46,18 +46,27 @@ class Service:
         loaded: LoadedModel,
         *,
         name: str = "policy",
-        slots: int = 64,
+        slots: int | None = None,
         threads: int | None = None,
         prefix_bytes: int = 2**28,
         tool_format: str = "auto",
         splits_reasoning: bool = False,
         seed: int = 0,
-        record: Record | None = None,
+        cuda_graphs: bool | None = None,
         api_key: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         max_images: int = 0,
     ) -> None:
+        on_gpu = loaded.device.type == "cuda"
+        slots = slots or (256 if on_gpu else 64)
         self.loaded, self.name, self.slots, self.prefix_bytes = loaded, name, slots, prefix_bytes
+        if cuda_graphs and not loaded.can_be_recorded:
+            raise StartError(
+                f"no pass of model type {loaded.model.config.model_type!r} can be recorded: each moves the states of "
+                "its layers on, or waits for the device; leave --cuda-graphs (rollout_cuda_graphs) out"
+            )
+        if cuda_graphs is None:
+            cuda_graphs = on_gpu and loaded.can_be_recorded
         self.text = ChatText(loaded.tokenizer, tool_format, splits_reasoning=splits_reasoning, images=loaded.images)
         self.engine = Engine(
             loaded.model,
@@ -67,7 +76,7 @@ class Service:
             max_model_len=loaded.max_model_len,
             threads=threads,
             prefix_bytes=prefix_bytes,
-            record=record,
+            record=CudaGraphs() if cuda_graphs else None,
             cache_tokens=loaded.cache_tokens_beside(slots),
             images=loaded.images,
         )
@@ -141,7 +150,7 @@ def serve(arguments: argparse.Namespace, model: Path, name: str, api_key: str | 
         tool_format=arguments.tool_call_parser,
         splits_reasoning=arguments.reasoning_parser == "think",
         seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
-        record=cuda_graph if arguments.cuda_graphs else None,
+        cuda_graphs=arguments.cuda_graphs,
         api_key=api_key,
         max_body_bytes=arguments.max_body_mib * 2**20,
         max_images=arguments.max_images,

@@ -146,6 +146,6 @@ def test_the_trainer_takes_half_of_the_cores_where_its_server_works_on_them_at_o
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     torch.set_num_threads(2)
     args = GRPOConfig(str(tmp_path), use_cpu=True, **settings)
-    said = share_cores(overlaps=args.shares_cores and args.num_batches_ahead > 0)
+    said = share_cores(overlaps=args.shared_device == "cores" and args.num_batches_ahead > 0)
     assert torch.get_num_threads() == threads
     assert (said is not None) == (threads == 4)

@@ -21,7 +21,8 @@ class InProcessSync(WeightSync):
     Args:
         device: where the copy lives, such as "cuda:1" or "cpu".
         threads: CPU threads of torch that generate; None leaves torch's choice.
-        cuda_graphs: replay passes of one token a sequence as CUDA graphs.
+        cuda_graphs: replay passes of one token a sequence as CUDA graphs; None where that can be done.
+        dtype: of the copy; None for the policy's own.
         images: how prompts with images are read; None for text alone.
     """
 
@@ -34,17 +35,18 @@ class InProcessSync(WeightSync):
         slots: int = 64,
         threads: int | None = None,
         timeout_s: float = 120.0,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
+        dtype: Any = None,
         images: RowImages | None = None,
     ) -> None:
         self._policy, self._tokenizer = policy, tokenizer
         self._device, self._slots, self._timeout_s = device, slots, timeout_s
         self._threads, self._cuda_graphs, self._images = threads, cuda_graphs, images
+        self._dtype = dtype
         self._running: Any = None
 
     def connect(self, deadline_s: float) -> None:
         try:
-            from verifiers_embedded.engine.decoding import cuda_graph
             from verifiers_embedded.errors import EmbeddedError
             from verifiers_embedded.in_process_server import InProcessServer
         except ImportError as error:
@@ -62,7 +64,8 @@ class InProcessSync(WeightSync):
                     device=self._device,
                     slots=self._slots,
                     threads=self._threads,
-                    record=cuda_graph if self._cuda_graphs else None,
+                    dtype=self._dtype,
+                    cuda_graphs=self._cuda_graphs,
                     **self._image_options(),
                 ).start(deadline_s)
         except (EmbeddedError, RuntimeError) as error:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -42,9 +43,10 @@ def default_weight_sync(
             args.rollout_device,
             slots=args.rollout_chunk_size,
             # beside a trainer that computes at the same time one thread; in turns with it all cores
-            threads=1 if args.shares_cores and args.num_batches_ahead else None,
+            threads=1 if args.shared_device == "cores" and args.num_batches_ahead else None,
             timeout_s=args.weight_sync_timeout,
             cuda_graphs=args.rollout_cuda_graphs,
+            dtype=dtype_of_copy(args),
             images=images,
         )
     keys = {backend.api_key for backend in servers}
@@ -60,6 +62,16 @@ def default_weight_sync(
         timeout_s=args.weight_sync_timeout,
         api_key=keys.pop() or "EMPTY",
     )
+
+
+def dtype_of_copy(args: GRPOConfig) -> torch.dtype | None:
+    """Return the half precision that the trainer computes in, for a copy on a GPU; None for the policy's own numbers.
+
+    The trainer computes old log-probs on the copy as on the policy itself, so that copy keeps the policy's numbers.
+    """
+    if args.old_logprobs_on_rollout_device or not str(args.rollout_device).startswith("cuda"):
+        return None
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
 class PolicyWeights:

@@ -15,7 +15,7 @@ from verifiers.train.image_processor import ImageProcessor
 from verifiers_embedded.engine.attention import Prompts, filled_up, install, laid_out, row_groups
 from verifiers_embedded.engine.cache import ATTENTION_KINDS, NOTHING_KEPT, STATE_KINDS, SlotCache
 from verifiers_embedded.engine.constraints import Guide, forbid
-from verifiers_embedded.engine.decoding import FixedPass, Record, upload
+from verifiers_embedded.engine.decoding import FixedPass, Record, refuses_waits, upload
 from verifiers_embedded.engine.generation import Sequence
 from verifiers_embedded.engine.prefixes import BLOCK, PrefixStore
 from verifiers_embedded.engine.sampling import BatchSampler, Draw
@@ -51,11 +51,6 @@ class ActiveBatch:
     ) -> None:
         kinds, self._windows = layer_kinds(model.config)
         self._has_states = not set(STATE_KINDS).isdisjoint(kinds)
-        if self._has_states and record is not None:
-            raise StartError(
-                f"model type {model.config.model_type!r} has layers with a state, which each pass moves on, so none "
-                "can be tried before it is recorded; leave --cuda-graphs out"
-            )
         self.sequences: list[Sequence] = []
         self.prefixes = PrefixStore(prefix_bytes, whole=self._has_states)
         self._model, self._images = model, images
@@ -65,12 +60,11 @@ class ActiveBatch:
         fixed = record is not None
         self._fixed_pass = None
         if record is not None:
-            self._fixed_pass = FixedPass(lambda last: self._one_token(last, self.allocated[1]), record)
+            self._fixed_pass = FixedPass(self._one_token, record)
         self._by_length = install(model) and not fixed
         use_onednn(model)
         self._packs_prompts = self._by_length and not self._has_states and set(self._windows.values()) == {None}
         self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
-        self._slots = slots
         most = slots * max_model_len if cache_tokens is None else cache_tokens
         self._cache = SlotCache(kinds, slots, max_model_len, most, fixed=fixed)
         # transformers 5.24 has another name for it
@@ -98,6 +92,19 @@ class ActiveBatch:
     def fits(self, sequences: Listed[Sequence], tokens: int) -> bool:
         """Return whether the cache may grow to hold these sequences and so many more tokens of each."""
         return self._cache.fits(len(sequences), max(len(item.tokens) for item in sequences) + tokens)
+
+    def can_be_recorded(self) -> bool:
+        """Try whether a pass of one token waits for nothing and can be done twice, before other threads use a GPU."""
+        if self._has_states:
+            return False
+        try:
+            with refuses_waits(self._device):
+                self.logits()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            return False
+        return True
 
     def add(self, sequences: Listed[Sequence]) -> None:
         """Give each sequence a row and compute the cache of all its tokens but the last."""
@@ -174,9 +181,10 @@ class ActiveBatch:
         self._cache.reserve(len(lengths), max(lengths))
         if self._fixed_pass is not None and self._cache.ready:
             # rows without a sequence write to a column that a prompt writes to before it is read
-            empty = [0] * (self._slots - len(lengths))
+            rows, columns = self._cache.shape_of_pass(len(lengths), max(lengths))
+            empty = [0] * (rows - len(lengths))
             last = upload([tokens + empty, places + empty, positions + empty], self._device)
-            return self._fixed_pass(last, self._cache.place)[: len(lengths)]
+            return self._fixed_pass(last, columns, self._cache.place)[: len(lengths)]
         columns = self._filled_up(max(lengths))
         with laid_out(row_groups(lengths, columns, self._dtype) if self._by_length else None):
             return self._one_token(upload([tokens, places, positions], self._device), columns)

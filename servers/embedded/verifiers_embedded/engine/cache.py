@@ -18,8 +18,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearA
 from verifiers_embedded.engine.decoding import upload
 
 _COLUMN_STEP = 64
-_MOST_SHAPES = 7
-"""Sizes of a cache of fixed shapes."""
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 STATE_KINDS = ("linear_attention", "conv")
@@ -227,8 +225,8 @@ class SlotCache(Cache):
     Args:
         kinds: of the layers, as `layer_kinds` gives them.
         max_cells: most rows times columns, unless a reservation that does not fit asks for more.
-        fixed: allocate all rows, and columns in few sizes, for passes that read all that is allocated: what
-            is recorded for these shapes then fits every step. Such memory is held while idle, too.
+        fixed: grow by doubling and give nothing back, also while idle, so that what is recorded for these addresses
+            serves long.
 
     Attributes:
         place: changes where the tensors move in memory.
@@ -266,27 +264,21 @@ class SlotCache(Cache):
 
     def fits(self, rows: int, columns: int) -> bool:
         """Return whether so many sequences of so many tokens stay within `max_cells`."""
-        columns = min(columns, self._max_columns)
-        if self._fixed:
-            rows, columns = self._max_rows, self._fixed_columns(columns)
-        return rows * columns <= self._max_cells
+        return rows * min(columns, self._max_columns) <= self._max_cells
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` sequences of up to `columns` tokens, and gives back what is far too much."""
+        """Make room for `rows` sequences of up to `columns` tokens, and give back what is far too much."""
         have_rows, have_columns = self.allocated
-        if self._fixed:
-            size = self._fixed_columns(columns)
-            # shrinks late, so as not to change to and fro at a border
-            wanted = (self._max_rows, have_columns if size <= have_columns <= 2 * size else size)
-            if rows and wanted != (have_rows, have_columns):
-                self._resize(*wanted)
-            return
         want_rows, want_columns = have_rows, have_columns
-        if rows > have_rows:
-            want_rows = min(self._max_rows, max(rows, 2 * have_rows))
-        if columns > have_columns or 4 * columns + 4 * _COLUMN_STEP < have_columns:
-            room = columns + max(_COLUMN_STEP, columns // 4)
-            want_columns = min(self._max_columns, -(-room // _COLUMN_STEP) * _COLUMN_STEP)
+        if self._fixed:
+            doubled_rows, doubled_columns = self._doubled(rows, columns)
+            want_rows, want_columns = max(have_rows, doubled_rows), max(have_columns, doubled_columns)
+        else:
+            if rows > have_rows:
+                want_rows = min(self._max_rows, max(rows, 2 * have_rows))
+            if columns > have_columns or 4 * columns + 4 * _COLUMN_STEP < have_columns:
+                room = columns + max(_COLUMN_STEP, columns // 4)
+                want_columns = min(self._max_columns, -(-room // _COLUMN_STEP) * _COLUMN_STEP)
         if want_rows * want_columns > self._max_cells:
             want_rows, want_columns = rows, max(columns, min(self._max_columns, self._max_cells // rows))
         if (want_rows, want_columns) != (have_rows, have_columns):
@@ -296,15 +288,15 @@ class SlotCache(Cache):
     def ready(self) -> bool:
         return all(layer.is_initialized for layer in self._slot_layers)
 
-    def _fixed_columns(self, columns: int) -> int:
-        """Return the size that holds so many columns: the most there can be, halved up to six times."""
-        size = self._max_columns
-        for _ in range(_MOST_SHAPES - 1):
-            half = -(-size // 2)
-            if half < max(columns, _COLUMN_STEP):
-                break
-            size = half
-        return size
+    def shape_of_pass(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the least allocated rows and columns, in steps of doubling, that hold so many."""
+        have_rows, have_columns = self.allocated
+        rows, columns = self._doubled(rows, columns)
+        return min(rows, have_rows), min(columns, have_columns)
+
+    def _doubled(self, rows: int, columns: int) -> tuple[int, int]:
+        rows, columns = (1 << (least - 1).bit_length() for least in (max(rows, 1), max(columns, _COLUMN_STEP)))
+        return min(rows, self._max_rows), min(columns, self._max_columns)
 
     def _resize(self, rows: int, columns: int) -> None:
         for layer in self._slot_layers:

@@ -5,7 +5,9 @@ On the CPU uploads are plain tensors, and a pass runs as it is unless a test giv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,49 +26,76 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def cuda_graph(run: Run, device: torch.device) -> Run:
-    """Record a pass as a CUDA graph: its kernels are launched at once, without the Python between them.
+@contextmanager
+def refuses_waits(device: torch.device) -> Iterator[None]:
+    """Raise RuntimeError where anything in this process waits for the GPU, so before other threads use it."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
-    Fails where the pass waits for the device, as some mixtures of experts do.
+
+class CudaGraphs:
+    """Records passes as CUDA graphs: their kernels are launched at once, without the Python between them.
+
+    The graphs share their memory, so none may be replayed beside another.
     """
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # a trainer in this process may use the device meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = run()
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return output
+    def __init__(self) -> None:
+        self._last: weakref.ref[torch.cuda.CUDAGraph] | None = None
 
-    return replay
+    def __call__(self, run: Run, device: torch.device) -> Run:
+        """Return what replays the pass, which must not wait for the device: a failure would leave torch recording."""
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # the memory of graphs that are gone is gone, too
+            last = None if self._last is None else self._last()
+            pool = None if last is None else last.pool()
+            # a trainer in this process may use the device meanwhile
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                output = run()
+            self._last = weakref.ref(graph)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
 
 
 class FixedPass:
-    """A pass of one token for every row, filled or not, recorded once for each place that its tensors have.
+    """A pass of one token for some rows, recorded once for each number of rows and of columns that they read.
 
     Args:
-        run: takes ids, places and positions, (3, rows), and returns logits (rows, vocabulary); all else that it reads
-            stays where it is, with one `place`.
+        run: takes ids, places and positions, (3, rows), and the columns; returns logits (rows, vocabulary). All else
+            that it reads stays where it is, with one `place`.
     """
 
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], record: Record) -> None:
+    def __init__(self, run: Callable[[torch.Tensor, int], torch.Tensor], record: Record) -> None:
         self._run, self._record = run, record
-        self._recorded: tuple[int, torch.Tensor, Run] | None = None
+        self._place = 0
+        self._recorded: dict[tuple[int, int], tuple[torch.Tensor, Run]] = {}
 
-    def __call__(self, last: torch.Tensor, place: int) -> torch.Tensor:
+    def __call__(self, last: torch.Tensor, columns: int, place: int) -> torch.Tensor:
         """Return the logits, until the next call; `place` changes with the addresses of what the pass uses."""
-        if self._recorded is None or self._recorded[0] != place:
-            # the old recording's memory first
-            self._recorded = None
+        if place != self._place:
+            self._recorded.clear()
+            self._place = place
+        size = last.shape[1], columns
+        if size not in self._recorded:
             held = last.clone()
-            self._recorded = (place, held, self._record(lambda: self._run(held), last.device))
-        _, held, replay = self._recorded
+            self._recorded[size] = held, self._record(lambda: self._run(held, columns), last.device)
+        held, replay = self._recorded[size]
         held.copy_(last)
         return replay()

@@ -51,7 +51,7 @@ class Engine:
         max_model_len: most tokens of one sequence, prompt and completion together.
         prefix_bytes: memory for keys and values of finished sequences; a prompt that begins like one of them
             is computed from there on. A reload empties it.
-        record: `decoding.cuda_graph`, or None to record no passes.
+        record: `decoding.CudaGraphs`, or None to record no passes.
         cache_tokens: slots times longest sequence that the key-value cache may hold; further requests wait, and
             where sequences outgrow it, the shortest waits too and is computed again. None: all that may be needed.
         images: where the model has its tower, what its prompts with images were read by.

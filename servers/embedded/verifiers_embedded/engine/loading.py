@@ -42,6 +42,8 @@ class LoadedModel:
     cache_tokens: int
     state_bytes: int
     """Memory of the recurrent and convolutional states of one sequence, however long it is."""
+    can_be_recorded: bool = False
+    """A pass of one token a sequence waits for nothing, and leaves no state that a second one would go on from."""
     images: ImageProcessor | None = None
     """Reads prompts with images; None where the model was loaded without its tower."""
 
@@ -168,7 +170,7 @@ def prepared(
     """Freeze a model that is on its device, and check the cached against the plain forward pass; as `load_model`."""
     model = model.eval().requires_grad_(False)
     context = _context(model.config.get_text_config(), max_model_len)
-    token_bytes, state_bytes = _checked_cache(model, context, images)
+    token_bytes, state_bytes, can_be_recorded = _checked_cache(model, context, images)
     room = available_bytes(model.device) // 2 if cache_bytes is None else cache_bytes
     if room < (needed := token_bytes * (max_model_len or 1) + state_bytes):
         raise StartError(
@@ -191,12 +193,17 @@ def prepared(
         cache_bytes_per_token=token_bytes,
         cache_tokens=room // token_bytes,
         state_bytes=state_bytes,
+        can_be_recorded=can_be_recorded,
         images=images,
     )
 
 
-def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = None) -> tuple[int, int]:
-    """Compare logits of the cached path with those of plain passes; return a token's and a sequence's bytes in it.
+def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = None) -> tuple[int, int, bool]:
+    """Compare logits of the cached path with those of plain passes.
+
+    Returns:
+        A token's and a sequence's bytes in the cache, and whether passes of one token can be recorded.
+
 
     Raises StartError where they differ, so this model reads its cache, mask or positions in a way of its own.
     """
@@ -216,6 +223,7 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
     batch = ActiveBatch(model, len(probes), max_model_len, images=images)
     with torch.inference_mode():
         batch.add(probes)
+        can_be_recorded = batch.can_be_recorded()
         worst = 0.0
         for _ in range(2 if max_model_len > 1 else 1):
             logits = batch.logits().float()
@@ -232,10 +240,10 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
             f"relative {worst:.2g}; this server cannot serve it exactly, so use vLLM for it",
             1,
         )
-    return max(1, batch.bytes_per_token), batch.bytes_per_row
+    return max(1, batch.bytes_per_token), batch.bytes_per_row, can_be_recorded
 
 
-def _checked_cache(model: Any, max_model_len: int, images: ImageProcessor | None) -> tuple[int, int]:
+def _checked_cache(model: Any, max_model_len: int, images: ImageProcessor | None) -> tuple[int, int, bool]:
     try:
         return check_cache(model, max_model_len, images)
     except StartError:

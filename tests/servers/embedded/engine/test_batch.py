@@ -13,8 +13,9 @@ import transformers
 from sequences import sequence
 from verifiers_embedded.engine import batch as batch_module
 from verifiers_embedded.engine.batch import ActiveBatch
-from verifiers_embedded.engine.loading import check_cache, load_model
+from verifiers_embedded.engine.loading import check_cache, load_model, prepared
 from verifiers_embedded.errors import StartError
+from verifiers_embedded.serving import Service
 
 TINY = {
     "vocab_size": 100,
@@ -112,10 +113,12 @@ def test_layers_with_a_state_keep_it_by_row_while_rows_come_go_and_grow(
     assert (batch.prefixes.hits > 2) == (prefix_bytes > 0)
 
 
-def test_a_model_with_states_is_not_recorded() -> None:
+def test_a_model_with_states_is_not_recorded(model_dir: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(STATES[2])
+    loaded = prepared(model, transformers.AutoTokenizer.from_pretrained(model_dir), max_model_len=64)
+    assert not loaded.can_be_recorded
     with pytest.raises(StartError, match=r"lfm2.*--cuda-graphs"):
-        ActiveBatch(model, slots=2, max_model_len=64, record=lambda run, device: run)
+        Service(loaded, cuda_graphs=True)
 
 
 def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_dir: Path, reference: Any) -> None:
@@ -150,7 +153,7 @@ def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_di
 def test_common_kinds_of_model_are_served_exactly(config: Any) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert check_cache(model, 64) == (2 * 2 * 2 * 16 * 4, 0)
+    assert check_cache(model, 64) == (2 * 2 * 2 * 16 * 4, 0, True)
 
 
 @pytest.mark.parametrize(

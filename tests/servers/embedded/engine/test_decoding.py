@@ -45,29 +45,32 @@ def check(batch: ActiveBatch, model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_recording_serves_all_steps_of_a_size_every_push_and_idle_times(model: Any) -> None:
-    recorder, dice = Recorder(), random.Random(0)
+def test_recordings_serve_all_steps_of_their_sizes_every_push_and_idle_times(model: Any) -> None:
+    recorder = Recorder()
     batch = ActiveBatch(model, 4, CONTEXT, record=recorder)
+    recorded = []
     with torch.inference_mode():
-        for turn in range(12):
-            free = 4 - len(batch.sequences)
-            lengths = [dice.choice([1, 2, 20]) for _ in range(dice.randint(1, free))] if free else []
-            batch.add([sequence([dice.randrange(90) for _ in range(length)]) for length in lengths])
-            check(batch, model)
-            for item in batch.sequences:
-                item.tokens.append(dice.randrange(90))
-            batch.keep_only([*[False] * (4 if turn == 5 else turn % 3), *[True] * 4][: len(batch.sequences)])
-            if turn % 4 == 3:
-                for tensor in model.state_dict().values():
-                    tensor.mul_(1.01)
-                batch.recompute()
-        assert recorder.recorded == 1
+        for dice in (random.Random(0), random.Random(0)):
+            for turn in range(12):
+                free = 4 - len(batch.sequences)
+                lengths = [dice.choice([1, 2, 20]) for _ in range(dice.randint(1, free))] if free else []
+                batch.add([sequence([dice.randrange(90) for _ in range(length)]) for length in lengths])
+                check(batch, model)
+                for item in batch.sequences:
+                    item.tokens.append(dice.randrange(90))
+                batch.keep_only([*[False] * (4 if turn == 5 else turn % 3), *[True] * 4][: len(batch.sequences)])
+                if turn % 4 == 3:
+                    for tensor in model.state_dict().values():
+                        tensor.mul_(1.01)
+                    batch.recompute()
+            batch.keep_only([False] * len(batch.sequences))
+            recorded.append(recorder.recorded)
+        assert recorded[0] == recorded[1]
         # a longer sequence needs a wider cache, which lies elsewhere
-        batch.keep_only([False] * len(batch.sequences))
         batch.add([sequence([7] * 150), sequence([5, 6])])
         check(batch, model)
         check(batch, model)
-    assert recorder.recorded == 2
+    assert recorder.recorded == recorded[1] + 1
 
 
 def test_a_recorded_engine_samples_the_same_tokens_before_and_after_a_push(
@@ -97,4 +100,5 @@ def test_a_recorded_engine_samples_the_same_tokens_before_and_after_a_push(
     finally:
         for engine in engines:
             engine.stop()
-    assert recorder.recorded == 1
+    # at most for 1, 2 and 4 rows, and again where the cache lay elsewhere as it grew to so many
+    assert recorder.recorded <= 5
