@@ -11,10 +11,11 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.evals.evaluation_run import iter_requests, run_units
+from verifiers.evals.evaluation_run import finished_rollouts, iter_requests, run_units
 from verifiers.evals.regrade import regrade
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.inference.endpoint import ClientBackend
+from verifiers.log import Redactor
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import judge_yes_no
 from verifiers.testing import FakeClient, Fault
@@ -124,3 +125,17 @@ async def test_a_judge_is_asked_again(tmp_path: Path) -> None:
     done = await regrade(vf.SingleTurnEnv(eval_dataset=rows, rubric=rubric), run)
     assert (done.after.mean_reward, done.after.counts().scored) == (0.0, 8)
     assert judge.requests[0].body["max_completion_tokens"] == 4096
+
+
+@pytest.mark.parametrize("name", ["generation", "outcome"])
+async def test_rows_that_do_not_say_what_they_are_can_be_neither_graded_again_nor_resumed(
+    name: str, tmp_path: Path
+) -> None:
+    directory = await stored(tmp_path / "run")
+    lines = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+    del lines[3][name]
+    (directory / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match=rf"results\.jsonl' has no {name}"):
+        await regrade(environment(right), read_run(directory))
+    with pytest.raises(ConfigError, match=rf"results\.jsonl' has no {name}"):
+        finished_rollouts(directory, 2, whole_groups=False, redact=Redactor(()))

@@ -24,7 +24,7 @@ from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import METADATA, RESULTS, iter_rows, new_run_directory, read_metadata
+from verifiers.evals.store import METADATA, RESULTS, iter_rows, new_run_directory, read_metadata, require_whole
 from verifiers.evals.summary import rollouts_planned, run_summary
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
@@ -443,6 +443,7 @@ def finished_rollouts(
     scored: dict[int, set[int]] = {}
     results = RolloutResults(redact=redact)
     for row in iter_rows(directory):
+        require_whole(directory, row)
         generations = scored.setdefault(int(row["example_id"]), set())
         done = generations.discard if Outcome(row["outcome"]).is_failure else generations.add
         done(int(row["generation"]))

@@ -18,7 +18,7 @@ from verifiers.errors import ConfigError, GradingError
 from verifiers.evals.evaluation_run import EVALUATION_BLOCK, reward_bounds
 from verifiers.evals.provenance import versions
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import ResultStore, StoredRun
+from verifiers.evals.store import ResultStore, StoredRun, require_whole
 from verifiers.evals.summary import run_summary
 from verifiers.inference.limiter import Limiter
 from verifiers.log import Redactor
@@ -82,6 +82,7 @@ async def regrade(
     before, after = RolloutResults(run.rows), RolloutResults(redact=redact or Redactor(()))
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in run.rows:
+        require_whole(run.directory, row)
         groups.setdefault(row["example_id"], []).append(row)
     directory = _directory_beside(run.directory)
     runner = Run(env, None, "", grading_timeout_s=grading_timeout_s)  # type: ignore[arg-type]

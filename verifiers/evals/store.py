@@ -147,6 +147,14 @@ def _check_row(row: Mapping[str, Any]) -> None:
         raise ValueError(f"outcome is {str(row['outcome'])[:40]!r}, which is none of {', '.join(Outcome)}")
 
 
+def require_whole(directory: Path, row: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a row does not say which rollout it is and how that ended."""
+    for name in ("example_id", "generation", "outcome"):
+        if row.get(name) is None:
+            place = f"a row of {str(directory / RESULTS)!r}"
+            raise ConfigError(f"{place} has no {name} ({plain(row)!r:.80}); give it one, or take the row out.")
+
+
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return each reward function's value in a row: its column `metrics`, or else every column not in `COLUMNS`."""
     found = row.get("metrics")
