@@ -108,8 +108,11 @@ def _watch(
     ready = False
     while not received:
         if (code := group.exit_code) is not None:
-            state = "ended" if ready else "could not be started; its last lines say why"
-            raise StartError(f"vLLM {state} (exit code {code})", exit_code=1)
+            if ready:
+                raise StartError(f"vLLM ended (exit code {code})", exit_code=1)
+            cause = group.cause()
+            why = f": {cause}" if cause else "; its last lines say why"
+            raise StartError(f"vLLM could not be started (exit code {code}){why}", exit_code=1)
         if options.parent_pid is not None and not process_lives(options.parent_pid):
             return 1
         if not ready and answers(f"{root}/health"):

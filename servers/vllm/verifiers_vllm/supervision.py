@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,17 +19,45 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 SUPERVISOR_VARIABLE = "VERIFIERS_VLLM_SUPERVISOR"
 _GRACE_S = 8.0
 _PARENT_POLL_S = 0.25
+_CAUSE = re.compile(rb"(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+")
+"""The end of a traceback."""
 
 
 class ServerGroup:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "verifiers_vllm.supervision", *arguments]
         environment = {**environment, SUPERVISOR_VARIABLE: str(os.getpid())}
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        self._cause: str | None = None
+        pairs = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        self._readers = [threading.Thread(target=self._pass_on, args=pair, daemon=True) for pair in pairs]
+        for reader in self._readers:
+            reader.start()
+
+    def cause(self, timeout_s: float = 1.0) -> str | None:
+        """Return the first error that the ended server named: later ones say that something has failed before."""
+        deadline = time.monotonic() + timeout_s
+        for reader in self._readers:
+            # an engine that is left keeps the pipe open
+            reader.join(max(0.0, deadline - time.monotonic()))
+        return self._cause
+
+    def _pass_on(self, source: IO[bytes], target: IO[str]) -> None:
+        rest = b""
+        while chunk := source.read1(2**16):  # type: ignore[attr-defined]
+            with contextlib.suppress(OSError, ValueError):
+                target.buffer.write(chunk)  # type: ignore[attr-defined]
+                target.flush()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if self._cause is None and (found := _CAUSE.search(line)):
+                    self._cause = found[0].decode(errors="replace").strip()
 
     @property
     def exit_code(self) -> int | None:

@@ -25,6 +25,8 @@ def main():
     open(os.environ["PIDS"], "w").write(f"{os.getpid()} {engine.pid}")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     if "--broken" in sys.argv:
+        print("(EngineCore pid=7) ERROR 11-27 [core.py:9] RuntimeError: operator torchvision::nms does not exist")
+        print("RuntimeError: Engine core initialization failed. See root cause above.", file=sys.stderr)
         sys.exit(3)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -133,9 +135,10 @@ def test_a_server_that_cannot_start_ends_the_command_with_a_sentence(
     spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = spawn("--broken", ready=False)
-    _, errors = process.communicate(timeout=100)
+    said, errors = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert "vf-vllm: vLLM could not be started" in errors
-    assert "exit code 3" in errors
+    assert "vf-vllm: vLLM could not be started (exit code 3): RuntimeError: " in errors
+    assert "(EngineCore pid=7) ERROR" in said
+    assert "root cause above" in errors
     assert not (tmp_path / "port").exists()
     assert_ended(group(tmp_path), 20.0)
