@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearA
 from verifiers_embedded.engine.decoding import upload
 
 _COLUMN_STEP = 64
+_KEPT_IDLE = 8
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 STATE_KINDS = ("linear_attention", "conv")
@@ -225,8 +226,8 @@ class SlotCache(Cache):
     Args:
         kinds: of the layers, as `layer_kinds` gives them.
         max_cells: most rows times columns, unless a reservation that does not fit asks for more.
-        fixed: grow by doubling and give nothing back, also while idle, so that what is recorded for these addresses
-            serves long.
+        fixed: grow by doubling, give nothing back while sequences are held, and keep up to an eighth of `max_cells`
+            while idle, so that what is recorded for these addresses serves long.
 
     Attributes:
         place: changes where the tensors move in memory.
@@ -280,7 +281,8 @@ class SlotCache(Cache):
                 room = columns + max(_COLUMN_STEP, columns // 4)
                 want_columns = min(self._max_columns, -(-room // _COLUMN_STEP) * _COLUMN_STEP)
         if want_rows * want_columns > self._max_cells:
-            want_rows, want_columns = rows, max(columns, min(self._max_columns, self._max_cells // rows))
+            want_columns = max(columns, min(want_columns, self._max_cells // rows))
+            want_rows = max(rows, min(self._max_rows, self._max_cells // want_columns))
         if (want_rows, want_columns) != (have_rows, have_columns):
             self._resize(want_rows, want_columns)
 
@@ -363,9 +365,10 @@ class SlotCache(Cache):
         for layer in self._slot_layers:
             layer.move(source_ids, target_ids, columns)
 
-    def clear(self) -> None:
-        """Forget all content, which must be prefilled again; frees the memory unless shapes are fixed."""
-        if self._fixed:
+    def clear(self, *, is_idle: bool) -> None:
+        """Forget all content, which must be prefilled again, and free the memory where it need not stay in place."""
+        rows, columns = self.allocated
+        if self._fixed and (not is_idle or rows * columns <= self._max_cells // _KEPT_IDLE):
             for layer in self._slot_layers:
                 for stored in layer.stored:
                     stored.zero_()
@@ -373,6 +376,7 @@ class SlotCache(Cache):
         for layer in self._slot_layers:
             layer.clear()
         self._writes.rows = self._writes.columns = 0
+        self.place += 1
 
 
 def _layer_of(kind: str, writes: _Writes) -> Any:

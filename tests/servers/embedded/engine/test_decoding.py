@@ -47,7 +47,7 @@ def check(batch: ActiveBatch, model: Any) -> None:
 @pytest.mark.slow
 def test_recordings_serve_all_steps_of_their_sizes_every_push_and_idle_times(model: Any) -> None:
     recorder = Recorder()
-    batch = ActiveBatch(model, 4, CONTEXT, record=recorder)
+    batch = ActiveBatch(model, 4, CONTEXT, record=recorder, cache_tokens=4096)
     recorded = []
     with torch.inference_mode():
         for dice in (random.Random(0), random.Random(0)):
@@ -70,7 +70,12 @@ def test_recordings_serve_all_steps_of_their_sizes_every_push_and_idle_times(mod
         batch.add([sequence([7] * 150), sequence([5, 6])])
         check(batch, model)
         check(batch, model)
-    assert recorder.recorded == recorded[1] + 1
+        assert recorder.recorded == recorded[1] + 1
+        # more than an eighth of the memory is not held while idle
+        batch.keep_only([False, False])
+        assert batch.allocated == (0, 0)
+        batch.add([sequence([8] * 9), sequence([5, 6])])
+        check(batch, model)
 
 
 def test_a_recorded_engine_samples_the_same_tokens_before_and_after_a_push(
