@@ -73,18 +73,15 @@ class LoopThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of a thread that was started."""
         assert self._loop is not None
         return self._loop
 
     @property
     def is_alive(self) -> bool:
-        """True while the thread runs."""
         return self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:
-        """True in the thread itself."""
         return threading.current_thread() is self._thread
 
     @property

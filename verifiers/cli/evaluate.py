@@ -118,7 +118,6 @@ def parser() -> CommandParser:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a model on an environment; raise errors instead of printing them."""
     from verifiers.data.shard import Shard
     from verifiers.integrations.harbor_task import ORACLE
     from verifiers.log import redact_logs, setup_logging

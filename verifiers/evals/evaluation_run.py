@@ -80,9 +80,6 @@ class Interruption:
     """The end of a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
 
     Both may be called on the event loop only, e.g. from its signal handlers.
-
-    Attributes:
-        exit_code: of a command whose run was ended so, by the signal.
     """
 
     def __init__(self, drain_s: float = 30.0) -> None:
@@ -203,7 +200,6 @@ class LoopLag:
 
     @contextlib.asynccontextmanager
     async def measured(self) -> AsyncIterator[None]:
-        """Measure while the block runs."""
         task = asyncio.create_task(self._measure())
         try:
             yield

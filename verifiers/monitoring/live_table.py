@@ -47,7 +47,6 @@ class LiveTable:
         )
 
     def start(self) -> None:
-        """Begin to draw."""
         before = (sys.stdout, sys.stderr)
         self._live.start()
         # handlers keep the stream that they were made with, and would write across the table
@@ -58,7 +57,6 @@ class LiveTable:
                     self._handlers.append((handler, old))
 
     def print(self, text: str) -> None:
-        """Print a line above the table."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def stop(self) -> None:

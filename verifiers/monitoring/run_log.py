@@ -40,7 +40,6 @@ logger = logging.getLogger("verifiers.train")
 
 
 def is_training_run(directory: str | Path) -> bool:
-    """Return whether a directory holds the record of a training run."""
     return (Path(directory) / RUN).is_file() and (Path(directory) / METRICS).is_file()
 
 
@@ -79,7 +78,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a logged value is a finite number."""
     return finite(value) is not None
 
 
@@ -108,7 +106,6 @@ class RunRecord:
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """Content of run.json."""
         return self._run
 
     def describe(self, **fields: Any) -> None:

@@ -129,7 +129,6 @@ class StageTimer:
         self._uses: dict[str, StageUse] = {}
 
     def start(self) -> None:
-        """Forget everything before now."""
         self._add_elapsed()
         self._uses = {}
 
@@ -202,7 +201,6 @@ class RunTime:
     Attributes:
         generator: in which a rollout ran or was scored, outside pushes and evaluation.
         overlapped: of these, in which the trainer worked.
-        server: in which at least one rollout ran.
         scored_alone: in which the trainer waited and rollouts were scored, but none ran.
         waiting_rollouts: rollout-seconds run while the trainer waited.
         most_in_flight: the most rollouts that ran at once outside evaluation.
@@ -227,7 +225,6 @@ class RunTime:
 
     @property
     def wall(self) -> float:
-        """All seconds."""
         return sum(self.stages.values())
 
     @property

@@ -49,7 +49,6 @@ def write_evaluation_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises:
         ConfigError: `run_dir` holds no results, or damaged ones.
-        OSError: the file cannot be written.
     """
     directory = Path(run_dir)
     entries, numbers = read_entries(directory)

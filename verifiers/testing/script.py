@@ -19,7 +19,6 @@ END_ID = ord(_END)
 
 
 def encode_text(text: str) -> list[int]:
-    """Return the token ids of a text: its code points."""
     return [ord(character) for character in text]
 
 

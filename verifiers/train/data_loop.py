@@ -54,7 +54,6 @@ class DataLoop:
 
     Args:
         beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
-        demonstrations: trained on with each block.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
         log: called on every rank with the metrics of a block.
@@ -87,7 +86,6 @@ class DataLoop:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the block in training: a new run begins."""
         self._block_id: int | None = None
         self._optimizer_step = 0
         self._micro_steps: list[list[MicroBatch]] = []

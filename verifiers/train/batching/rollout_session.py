@@ -61,12 +61,10 @@ class RolloutSession:
 
     @property
     def weight_sync(self) -> WeightSync:
-        """The way that weights reach the rollout servers."""
         return self._publisher.sync
 
     @property
     def servers(self) -> Backend:
-        """The rollout servers."""
         return self._publisher.servers
 
     def open(self) -> RolloutPrefetcher:
@@ -137,7 +135,6 @@ class RolloutSession:
         return self.prefetcher
 
     def copy_of(self, version: int) -> Any:
-        """Return the frozen copy of the policy for old log-probs, where one is asked for and has these weights."""
         return self._publisher.copy_of(version)
 
     def finished_blocks(self) -> list[ScoredBlock]:
@@ -155,7 +152,6 @@ class RolloutSession:
                 stack.callback(generator.close)
 
     def push(self, version: int) -> None:
-        """Push the present weights, stamped with a version."""
         # pushes that drain are for runs that can be repeated: nothing then runs beside a check
         drains = self.prefetcher is None or self.prefetcher.drains
         self._publisher.push(version, may_check_meanwhile=self._checks_meanwhile and not drains)

@@ -64,7 +64,6 @@ class Dropped:
 
     @classmethod
     def whole(cls, rollout: Rollout, reason: str) -> Dropped:
-        """Return the record of a whole rollout."""
         return cls(rollout.key, reason, tokens=rollout_tokens(rollout))
 
 
@@ -362,7 +361,6 @@ def _replaced(block: ScoredBlock) -> list[Dropped]:
 
 
 def rollout_tokens(rollout: Rollout) -> int:
-    """Return the prompt and completion tokens of a rollout, over its rows."""
     return sum(map(_length, rollout.rows))
 
 

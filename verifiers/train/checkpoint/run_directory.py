@@ -64,7 +64,6 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """The optimizer step."""
         return resume_step(self.checkpoint) if self.checkpoint else 0
 
 

@@ -38,7 +38,6 @@ class EvalSet:
 
     @property
     def env_args(self) -> dict[str, Any]:
-        """Arguments of the environment, where it has them."""
         return dict(getattr(self.env, "env_args", None) or {})
 
     @functools.cached_property
@@ -53,7 +52,6 @@ class EvalSet:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the prompts."""
         return fingerprint(self.dataset)
 
     @functools.cached_property

@@ -44,7 +44,6 @@ class NcclGroup:
         self._stream: Any = None
 
     def unique_id(self) -> bytes:
-        """Return a new id by which the group's ranks find each other."""
         from torch.cuda import nccl
 
         return bytes(nccl.unique_id())

@@ -78,7 +78,6 @@ class VersionFiles:
         return partial.rename(directory)
 
     def keep_only(self, directory: Path) -> None:
-        """Remove every version but this one."""
         for other in self.directory().iterdir():
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)

@@ -281,7 +281,6 @@ class LogprobCheck:
 
 
 def vocab_size_of(model: Any) -> int | None:
-    """Return the number of token ids that a model has, where its config says so."""
     return getattr(model.config.get_text_config(), "vocab_size", None)
 
 
