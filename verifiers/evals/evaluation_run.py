@@ -42,7 +42,6 @@ _BEGUN_TOGETHER = 32
 # a score may take 31 times as long as a rollout until it slows down the run
 _LEAST_UNFINISHED = 2048
 _UNFINISHED_FOR_EACH_SLOT = 32
-_LAG_EVERY_S = 0.1
 
 
 def iter_requests(
@@ -179,13 +178,14 @@ def _most_unfinished(limiter: Limiter) -> float:
 
 
 class LoopLag:
-    """A measurement, ten times a second, of how late a timer fires.
+    """A measurement, every `every_s` seconds, of how late a timer fires.
 
     Attributes:
         late_ms: each delay, in milliseconds; 7 MB a day.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = 0.1) -> None:
+        self._every_s = every_s
         self.late_ms = array("d")
 
     def quantile_ms(self, share: float) -> float:
@@ -210,8 +210,8 @@ class LoopLag:
 
     async def _measure(self) -> None:
         while True:
-            due = time.perf_counter() + _LAG_EVERY_S
-            await asyncio.sleep(_LAG_EVERY_S)
+            due = time.perf_counter() + self._every_s
+            await asyncio.sleep(self._every_s)
             self.late_ms.append(max(0.0, (time.perf_counter() - due) * 1000))
 
 

@@ -91,7 +91,6 @@ class NcclSync(ServerSync):
     group for each; with torch's NCCL on the present CUDA device when left out.
     """
 
-    kind = "nccl"
     can_send_tied = True
 
     def __init__(

@@ -143,7 +143,6 @@ class DirectorySync(ServerSync):
             is no /dev/shm, when left out.
     """
 
-    kind = "directory"
     can_send_tied = True
 
     def __init__(
@@ -200,7 +199,6 @@ class LoraSync(DirectorySync):
         name: of the adapter at the server; the policy's name in requests.
     """
 
-    kind = "lora"
     keeps_requests = False
     can_send_tied = False
     sends_adapter = True
