@@ -184,7 +184,7 @@ def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str =
         example=example_of(row),
         generation=_count(row.get("generation")),
         run=run,
-        outcome=_outcome(row),
+        outcome=sys.intern(str(row.get("outcome", "?"))[:40]),
         reward=finite(row.get("reward")),
         metrics=_metrics(row),
         prompt_tokens=_count(row.get("prompt_tokens")),
@@ -263,10 +263,6 @@ def sampled_groups(groups: Sequence[Sequence[_Item]], most: int) -> list[list[_I
         if group:
             kept.append(group)
     return kept
-
-
-def _outcome(row: Mapping[str, Any]) -> str:
-    return sys.intern(str(row.get("outcome", "?"))[:40])
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:

@@ -188,7 +188,8 @@ class BlockRun:
                 ]
             if is_last or not failed:
                 break
-            lost.update(index for index in failed if _has_lost_worker(rollouts[index]))
+            failures = {index: rollouts[index].failure for index in failed}
+            lost.update(i for i, one in failures.items() if one and isinstance(one.exception, RolloutWorkerError))
             seeds = {index: _seed_again(requests[index].seed, again) for index in failed}
             others = await self._run.play(
                 [
@@ -209,10 +210,6 @@ def _pack_rows(rollout: Rollout) -> None:
 
 def _failed(rollouts: Sequence[Rollout]) -> list[int]:
     return [index for index, rollout in enumerate(rollouts) if rollout.outcome.is_failure]
-
-
-def _has_lost_worker(rollout: Rollout) -> bool:
-    return rollout.failure is not None and isinstance(rollout.failure.exception, RolloutWorkerError)
 
 
 def _seed_again(seed: int | None, attempt: int) -> int | None:

@@ -10,7 +10,9 @@ import asyncio
 import base64
 import contextlib
 import itertools
+import logging
 import pickle
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from verifiers.errors import EnvironmentLoadError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject, given_arguments, request_body
+from verifiers.interrupt import exit_if_blocked
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, present_role
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import begin_state, blames_policy, credit_of_steps, relaxed_gc
@@ -317,3 +320,47 @@ def _plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
             # numpy's
             return _plain(value.tolist(), outer)
     return f"<{kind.__name__}>" if is_nested else repr(value)
+
+
+# -- the process of a worker -----------------------------------------------------------------------------------------
+
+
+def set_up_process(worker: RolloutWorker, load: Message, *, keeps_path: bool = False) -> None:
+    """Set up the process of a worker, as its first message says.
+
+    Args:
+        keeps_path: modules are found where this process finds them, and only then where rank 0 does.
+    """
+    own = sys.path if keeps_path else []
+    sys.path[:] = [*own, *(path for path in load["sys_path"] if path not in own)]
+    handler = _SendsLogs(asyncio.get_running_loop(), worker.connection.send)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=load["levels"]["root"], force=True)
+    logging.getLogger("verifiers").setLevel(load["levels"]["verifiers"])
+    # what the environment does while it is loaded may take its time
+    asyncio.get_running_loop().call_soon(_guard, worker.guards, load["blocked_s"])
+
+
+def _guard(guards: contextlib.ExitStack, blocked_s: float) -> None:
+    guard = asyncio.get_running_loop().create_task(exit_if_blocked(blocked_s))
+    guards.callback(guard.cancel)
+
+
+class _SendsLogs(logging.Handler):
+    """A handler that sends log records to rank 0, from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._loop, self._send = loop, send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:
+            # a mistake in the call that logs, which is printed and ends nothing
+            self.handleError(record)
+            return
+        message = {"op": "log", "name": record.name, "level": record.levelno, "text": text}
+        # the loop may have ended
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._send, message)
