@@ -101,7 +101,6 @@ class Redactor:
             raise
 
     def clean(self, error: BaseException) -> None:
-        """Take secrets out of the texts of an error and of its causes."""
         seen: set[int] = set()
         current: BaseException | None = error
         while current is not None and id(current) not in seen:

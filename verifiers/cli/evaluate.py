@@ -315,7 +315,6 @@ def _run_plan(
     env: Any,
     dataset: Any,
 ) -> dict[str, Any]:
-    """Return the metadata of a run before its first rollout."""
     from verifiers.envs.datasets import count_trained_on
     from verifiers.evals.evaluation_run import fingerprint
     from verifiers.evals.provenance import environment_provenance, git_provenance, versions

@@ -368,7 +368,6 @@ def new_run(
 
 
 def _begun(plan: Mapping[str, Any], rubric: Any) -> dict[str, Any]:
-    """Return the metadata of a run that begins now."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     session = {"started": now, "versions": plan.get("versions"), "git": plan.get("git")}
     begun = {"started": now, "started_at": time.time(), "sessions": [session]}

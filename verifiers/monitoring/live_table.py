@@ -86,7 +86,6 @@ def run_table(
     done: float = 0.0,
     reward: Sequence[float] = (),
 ) -> RenderableType:
-    """Return the table, for a terminal of any width."""
     lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan"), _Progress(done, reward)]
     if total.wall > 0:
         # the newest log first: where there is no room beside it, a terminal of few lines cuts off what is below

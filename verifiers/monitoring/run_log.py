@@ -132,7 +132,6 @@ class RunRecord:
         self._append(METRICS, [line])
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rollouts as of `SampleChoice.of_block`."""
         self._append(SAMPLES, rows)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -100,7 +100,6 @@ class StageUse:
     generator: ActivityReading = field(default_factory=ActivityReading)
 
     def add(self, other: StageUse) -> None:
-        """Take another part of the same stage in."""
         self.seconds += other.seconds
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
         self.most_running = max(self.most_running, other.most_running)

@@ -198,7 +198,6 @@ def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str =
 
 
 def example_of(row: Mapping[str, Any]) -> str:
-    """Return the example id of a row as the page has it."""
     return sys.intern(as_text(row.get("example_id"))[:200])
 
 

@@ -23,7 +23,6 @@ def encode_text(text: str) -> list[int]:
 
 
 def decode_ids(ids: Iterable[int]) -> str:
-    """Return the text of token ids, control characters included."""
     return "".join(map(chr, ids))
 
 

@@ -276,7 +276,7 @@ class DataLoop:
         args, plan = self._args, self._plan
         # a whole block's proximal policy is that of its first update, a streamed micro-step's that of its own
         trained_again = plan.num_iterations > 1 if args.streaming else plan.updates_per_block > 1
-        copy = self._session.copy_of(self._optimizer_step) if trained_again else None
+        copy = self._session.publisher.copy_of(self._optimizer_step) if trained_again else None
         for batch in (batch for micro_batches in micro_steps for batch in micro_batches):
             if not args.vllm_importance_sampling_correction and args.may_be_stale:
                 # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler

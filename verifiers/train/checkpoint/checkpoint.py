@@ -186,7 +186,6 @@ def model_name(model: Any) -> str | None:
 
 
 def resume_step(directory: str | Path) -> int:
-    """Return the optimizer step of a complete checkpoint, from its marker."""
     return int(_marker(directory)["optimizer_step"])
 
 

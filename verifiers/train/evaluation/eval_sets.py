@@ -42,7 +42,6 @@ class EvalSet:
 
     @functools.cached_property
     def dataset(self) -> Any:
-        """The prompts, formatted as the environment plays them."""
         if self.rows is None:
             return self.env.rows_to_evaluate(self.most)
         rows = self.rows

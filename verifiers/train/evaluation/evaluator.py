@@ -173,7 +173,7 @@ class Evaluator:
     # -- one evaluation -------------------------------------------------------------------------------------------
 
     def _redactor(self) -> Redactor:
-        args, (key, headers) = self._args, credentials(self._session.servers)
+        args, (key, headers) = self._args, credentials(self._session.publisher.servers)
         given = {str(place): part.env_args for place, part in enumerate(self.sets)}
         urls = list(args.server_urls or [args.server_url])
         return Redactor([secret for url in urls for secret in secrets_of_run(url, key, headers, given)])
@@ -194,7 +194,10 @@ class Evaluator:
 
     def _metadata(self, one: EvalSet, sampling: dict[str, Any], weights_step: int) -> dict[str, Any]:
         args = self._args
-        urls = [url_without_secrets(each.base_url or args.server_url) for each in each_server(self._session.servers)]
+        urls = [
+            url_without_secrets(each.base_url or args.server_url)
+            for each in each_server(self._session.publisher.servers)
+        ]
         return {
             "env": one.env_name,
             **provenance(one.env_name),

@@ -62,7 +62,6 @@ class NcclGroup:
             self._stream.synchronize()
 
     def broadcast(self, buffer: Any) -> None:
-        """Begin to send a tensor of bytes to all ranks."""
         import torch
         from torch.cuda import nccl
 
