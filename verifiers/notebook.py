@@ -157,9 +157,13 @@ def as_text(value: Any) -> str:
             text = json.dumps(finite(value), ensure_ascii=False, indent=1, default=str)
         except RecursionError:
             text = "[nested too deeply to be shown]"
-    if len(text) <= MOST_CHARACTERS:
+    return cut_in_the_middle(text, MOST_CHARACTERS)
+
+
+def cut_in_the_middle(text: str, most: int) -> str:
+    if len(text) <= most:
         return text
-    half = MOST_CHARACTERS // 2
+    half = most // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out here ...]\n{text[-half:]}"
 
 

@@ -15,6 +15,7 @@ policy learns; evaluations, which are stored whole beside these, always have it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -29,7 +30,7 @@ from typing import Any
 
 from verifiers.evals.store import finite, is_own_file, json_line, plain
 from verifiers.log import Redactor
-from verifiers.notebook import as_text, messages_of
+from verifiers.notebook import as_text, cut_in_the_middle, messages_of
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 
 RUN = "run.json"
@@ -182,6 +183,8 @@ _ROLLOUTS = 4
 _CHARACTERS = 3000
 _MESSAGES = 24
 
+_cut = functools.partial(cut_in_the_middle, most=_CHARACTERS)
+
 
 class SampleChoice:
     """The choice of what is kept of each block; `kept` are lines of the same run before it was resumed."""
@@ -296,10 +299,3 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / max(1, most - 1))] for place in range(most)]
-
-
-def _cut(text: str) -> str:
-    if len(text) <= _CHARACTERS:
-        return text
-    half = _CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out here ...]\n{text[-half:]}"

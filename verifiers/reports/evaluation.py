@@ -164,15 +164,8 @@ class Entry:
 
     def counted(self) -> dict[str, Any]:
         """Return what `RolloutResults` counts, whatever shape the row had."""
-        return {
-            "example_id": self.example,
-            "generation": self.generation,
-            "outcome": self.outcome,
-            "reward": self.reward,
-            "metrics": self.metrics,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
+        names = ("generation", "outcome", "reward", "metrics", "prompt_tokens", "completion_tokens")
+        return {"example_id": self.example, **{name: getattr(self, name) for name in names}}
 
 
 def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str = "") -> Entry:
