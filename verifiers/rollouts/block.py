@@ -134,7 +134,12 @@ class BlockRun:
         kept, filtered = self._result()
         block = ScoredBlock(self.block_id, kept, policy_version, seconds, filtered=filtered)
         if not any(rollout.is_scored for rollout in block.launched):
-            raise NothingScoredError(_nothing_scored(block), block=block)
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in block.outcomes().most_common())
+            cause = most_often(block.commonest_failure())
+            raise NothingScoredError(
+                f"block {block.block_id}: none of {len(block.launched)} rollouts got a reward ({counts}){cause}",
+                block=block,
+            )
         return block
 
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
@@ -215,9 +220,3 @@ def _failed(rollouts: Sequence[Rollout]) -> list[int]:
 def _seed_again(seed: int | None, attempt: int) -> int | None:
     # the same seed would give a policy's fatal answer once more
     return None if seed is None else random.Random(f"{seed}:again:{attempt}").getrandbits(62) + 1
-
-
-def _nothing_scored(block: ScoredBlock) -> str:
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in block.outcomes().most_common())
-    cause = most_often(block.commonest_failure())
-    return f"block {block.block_id}: none of {len(block.launched)} rollouts got a reward ({counts}){cause}"
