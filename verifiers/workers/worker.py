@@ -147,11 +147,10 @@ class RolloutWorker:
     """
 
     def __init__(self, prepare: Callable[[RolloutWorker, Message], None]) -> None:
-        self.connection = Connection(self._take, self._lose)
         self.ended = asyncio.Event()
+        self.connection = Connection(self._take, self.ended.set)
         self.calls = ModelCalls(self.connection)
-        self._factories: list[Callable[[], Any]] = []
-        self._envs: dict[int, Any] = {}
+        self._envs: list[Any] = []
         self._held: dict[int, State] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.guards = contextlib.ExitStack()
@@ -170,15 +169,9 @@ class RolloutWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for env in self._envs.values():
+        for env in self._envs:
             await run_teardown(env)
         await self.connection.close()
-
-    def environment(self, index: int) -> Any:
-        env = self._envs.get(index)
-        if env is None:
-            env = self._envs[index] = self._factories[index]()
-        return env
 
     def start_task(self, kind: str, number: int, work: Awaitable[None]) -> None:
         """Begin work that rank 0 may cancel by this kind and number."""
@@ -190,15 +183,11 @@ class RolloutWorker:
     def _take(self, message: Message) -> None:
         getattr(self, f"_on_{message['op']}")(message)
 
-    def _lose(self) -> None:
-        self.ended.set()
-
     def _on_load(self, message: Message) -> None:
         self._prepare(self, message)
         try:
-            self._factories = [pickle.loads(base64.b64decode(each)) for each in message["factories"]]
-            for index in range(len(self._factories)):
-                self.environment(index)
+            for each in message["factories"]:
+                self._envs.append(pickle.loads(base64.b64decode(each))())
         except Exception as error:
             failed = EnvironmentLoadError(f"{type(error).__name__}: {error}")
             self.connection.send({"op": "failed", "error": failure_data(failed.with_traceback(error.__traceback__))})
@@ -235,7 +224,7 @@ class RolloutWorker:
         state = begin_state(request, client, model, message["sampling_args"])
         told: dict[str, Any]
         try:
-            env = self.environment(message["env"])
+            env = self._envs[message["env"]]
             for place in message["path"]:
                 env = env.envs[place]
             await env.play(state)
@@ -259,7 +248,7 @@ class RolloutWorker:
             for state, (_, task) in zip(states, message["rollouts"], strict=True):
                 # as a group of environments calls it
                 state["task"] = task
-            env = self.environment(message["env"])
+            env = self._envs[message["env"]]
             scores = await env.rubric.score_group(states)
         except Exception as error:
             self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
