@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 
 def without_partials(func: Any) -> Any:
-    """Return the function inside of `functools.partial` objects."""
     while isinstance(func, functools.partial):
         func = func.func
     return func
@@ -128,7 +127,6 @@ class DaemonThreads:
 
     @property
     def is_full(self) -> bool:
-        """True where the next call waits for another one's end."""
         return self._running >= self.limit
 
     async def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
@@ -141,7 +139,6 @@ class DaemonThreads:
 
         Raises:
             OverdueError: the call did not end in time.
-            Exception: what `work` raises.
         """
         job = _Job(work)
         ended: asyncio.Future[T] = asyncio.wrap_future(job.result)

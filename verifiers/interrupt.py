@@ -49,7 +49,6 @@ class Termination:
 
     @property
     def has_begun(self) -> bool:
-        """True while the run is being ended."""
         return self._since is not None
 
     def begin(self) -> None:

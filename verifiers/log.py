@@ -83,7 +83,6 @@ class Redactor:
         return json.dumps(self.data(json.loads(text)), indent=indent)
 
     def data(self, value: Any) -> Any:
-        """Return the same of JSON data."""
         if isinstance(value, Mapping):
             # the key of a count of errors is a text; one that is the secret is a name by chance
             names = {name: name if name in self._forms else self(str(name)) for name in value}
@@ -102,7 +101,6 @@ class Redactor:
             raise
 
     def clean(self, error: BaseException) -> None:
-        """Take secrets out of the texts of an error and of its causes."""
         seen: set[int] = set()
         current: BaseException | None = error
         while current is not None and id(current) not in seen:

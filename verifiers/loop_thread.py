@@ -56,7 +56,7 @@ class LoopThread:
         failed: Callable[[BaseException], None],
         name: str = "verifiers-generator",
     ) -> None:
-        self._close_last, self._failed = close_last, failed
+        self._close_last, self.failed = close_last, failed
         self.failure: GenerationError | None = None
         self._is_closed = self._is_serving = self._is_blocked = False
         self._stop_received = threading.Event()
@@ -73,28 +73,16 @@ class LoopThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of a thread that was started."""
         assert self._loop is not None
         return self._loop
 
     @property
     def is_alive(self) -> bool:
-        """True while the thread runs."""
         return self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:
-        """True in the thread itself."""
         return threading.current_thread() is self._thread
-
-    @property
-    def failed(self) -> Callable[[BaseException], None]:
-        """The function that is called where the loop ends though nobody closed it."""
-        return self._failed
-
-    @failed.setter
-    def failed(self, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
 
     def blocked_by(self, limit_s: float) -> str | None:
         """Return the function that has kept the loop from running anything for `limit_s` seconds; None for none.
@@ -221,7 +209,7 @@ class LoopThread:
             loop.run_until_complete(self._close_last())
             loop.run_until_complete(loop.shutdown_asyncgens())
         except Exception as error:
-            self._failed(error)
+            self.failed(error)
         finally:
             asyncio.set_event_loop(None)
             loop.close()
@@ -236,7 +224,7 @@ class LoopThread:
             error = GenerationError(f"{how} ended the generator's thread; does code of the environment do that?")
             error.__cause__ = cause
             self.failure = error
-            self._failed(error)
+            self.failed(error)
 
 
 _synchronous_calls = threading.Lock()

@@ -51,7 +51,8 @@ def environment_html(env: Any) -> str:
     if hasattr(rubric, "get_reward_func_names"):
         names, weights = rubric.get_reward_func_names(), rubric.get_reward_weights()
         rewards = [f"{name} x {weight:g}" for name, weight in zip(names, weights, strict=False)]
-    tools = [str(_tool_name(tool)) for tool in getattr(env, "oai_tools", None) or []]
+    functions = (message_field(tool, "function", tool) for tool in getattr(env, "oai_tools", None) or [])
+    tools = [str(message_field(function, "name", "")) for function in functions]
     turns = getattr(env, "max_turns", None)
     described = {
         "training rows": _row_count(env, "_dataset"),
@@ -79,10 +80,6 @@ def _first_prompt(env: Any) -> str:
         if dataset is not None and not callable(dataset) and len(dataset):
             return _newest_text(dataset[0]["prompt"])
     return ""
-
-
-def _tool_name(tool: Any) -> Any:
-    return message_field(message_field(tool, "function", tool), "name", "")
 
 
 def _newest_text(messages: Any) -> str:
@@ -160,9 +157,13 @@ def as_text(value: Any) -> str:
             text = json.dumps(finite(value), ensure_ascii=False, indent=1, default=str)
         except RecursionError:
             text = "[nested too deeply to be shown]"
-    if len(text) <= MOST_CHARACTERS:
+    return cut_in_the_middle(text, MOST_CHARACTERS)
+
+
+def cut_in_the_middle(text: str, most: int) -> str:
+    if len(text) <= most:
         return text
-    half = MOST_CHARACTERS // 2
+    half = most // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out here ...]\n{text[-half:]}"
 
 

@@ -9,7 +9,7 @@ from pool_world import pool_of, until
 
 from verifiers.inference import server_pool
 from verifiers.inference.server_client import ServerClient
-from verifiers.inference.server_load import ServerLoad
+from verifiers.inference.server_pool import ServerLoad
 from verifiers.testing.faults import Fault
 
 TWO_ENGINES = """\

@@ -178,6 +178,7 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"loss_type": "cispo"}, r"at most epsilon_high, which is None \(epsilon=0.2 is taken\).*above 1, such"),
         ({"loss_type": "cispo", "epsilon_high": 0.28}, "at most epsilon_high, which is 0.28: on policy"),
         ({"loss_type": "ppo"}, "loss_type is 'ppo'; choose one of"),
+        ({"weight_sync": "ipc"}, "weight_sync is 'ipc'; choose one of auto, directory, nccl, lora"),
         ({"disable_dropout": False}, "disable_dropout is False: the sampler .* leave it out"),
         ({"mask_env_responses": False}, "is False: tokens of the environment never .* leave it out"),
         ({"max_staleness": -1}, "max_staleness is -1; give 0 or more"),

@@ -92,7 +92,7 @@ def data_loop(
         groups=lambda _, count, step: block.groups[:count],
         oldest_version=lambda _: None,
     )
-    session: Any = SimpleNamespace(open=lambda: prefetcher, copy_of=lambda step: None)
+    session: Any = SimpleNamespace(open=lambda: prefetcher, publisher=SimpleNamespace(copy_of=lambda step: None))
     logprobs: Any = SimpleNamespace(of_reference=reference, old=lambda batch, _: batch["sampler_logps"])
     return DataLoop(
         plan,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import vllm_world
 
-from verifiers.inference.server_load import ServerLoad
+from verifiers.inference.server_pool import ServerLoad
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 
 ROOT = Path(__file__).parents[2]

@@ -40,17 +40,14 @@ class CheckReport:
 
     @property
     def is_right(self) -> bool:
-        """True where no finding is an error."""
         return all(found.severity != "error" for found in self.findings)
 
     def add(self, part: str, findings: Iterable[CheckFinding], numbers: dict[str, Any]) -> None:
-        """Take what one part of the check found."""
         found = [*self.findings, *findings]
         self.findings = sorted(found, key=lambda one: SEVERITIES.index(one.severity))
         self.numbers[part] = numbers
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain data."""
         return {"env": self.env, "is_right": self.is_right, **asdict(self), "findings": [*map(asdict, self.findings)]}
 
     def lines(self) -> list[str]:

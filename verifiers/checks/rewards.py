@@ -18,6 +18,7 @@ from verifiers.checks.texts import HEDGED, PROBES, WAYS, Write, probes_of, write
 from verifiers.concurrency import gather_owned
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.evals.evaluation_run import LoopLag
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject, request_body
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
@@ -85,7 +86,10 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
             texts, alone = tried, earned
             break
     started = time.perf_counter()
-    late_s, again = await _beside_a_clock(_play_one_by_one(env, texts))
+    lag = LoopLag(_BEAT_S)
+    async with lag.measured():
+        again = await _play_one_by_one(env, texts)
+        await asyncio.sleep(0)
     seconds = (time.perf_counter() - started) / max(1, len(again))
     together, probed = await _play_together(env, texts)
     everything = [*alone.values(), *again.values(), *together.values()]
@@ -99,7 +103,7 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
         *_other_numbers(env, alone, again, together),
         *await _beside_others(env, texts, alone),
         *(_functions(env, everything, unearned) if tells_right else ()),
-        *_times(again, late_s),
+        *_times(again, lag.quantile_ms(1.0) / 1000),
     ]
     return findings, {**_numbers(texts, alone, probed, everything, seconds), "tells_right": tells_right}
 
@@ -178,26 +182,6 @@ async def _play_together(env: Any, texts: _Texts) -> tuple[Played, dict[str, Pla
     for (place, name, _), rollout in zip(work, done, strict=True):
         found[name][place] = rollout
     return found.pop("", {}), found
-
-
-async def _beside_a_clock(work: Any) -> tuple[float, Played]:
-    """Await the work; return by how much the event loop was late at most meanwhile, in seconds."""
-    late_s = 0.0
-
-    async def beat() -> None:
-        nonlocal late_s
-        while True:
-            due = time.perf_counter() + _BEAT_S
-            await asyncio.sleep(_BEAT_S)
-            late_s = max(late_s, time.perf_counter() - due)
-
-    clock = asyncio.create_task(beat())
-    try:
-        done = await work
-        await asyncio.sleep(0)
-    finally:
-        clock.cancel()
-    return late_s, done
 
 
 # -- findings --------------------------------------------------------------------------------------------------------

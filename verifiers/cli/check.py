@@ -49,7 +49,6 @@ def parser() -> CommandParser:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Check an environment; raise errors instead of printing them."""
     from verifiers.envs.registry import load_environment
 
     for flag, number in (("--num-examples", args.num_examples), ("--rows", args.rows)):

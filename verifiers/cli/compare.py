@@ -56,7 +56,6 @@ def parser() -> CommandParser:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Compare two runs and print the comparison; raise errors instead of printing them."""
     from verifiers.evals.comparison import compare_runs, read_compared_run
 
     if args.on_common_prompts and args.unpaired_ok:

@@ -26,7 +26,6 @@ _LONGEST_ATTEMPT_S = 600.0
 
 
 def add_endpoint_group(parser: CommandParser) -> None:
-    """Add the flags that name a model and its endpoint."""
     add = parser.group("model and endpoint")
     add(
         "-m",

@@ -118,7 +118,6 @@ def parser() -> CommandParser:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a model on an environment; raise errors instead of printing them."""
     from verifiers.data.shard import Shard
     from verifiers.integrations.harbor_task import ORACLE
     from verifiers.log import redact_logs, setup_logging
@@ -316,7 +315,6 @@ def _run_plan(
     env: Any,
     dataset: Any,
 ) -> dict[str, Any]:
-    """Return the metadata of a run before its first rollout."""
     from verifiers.envs.datasets import count_trained_on
     from verifiers.evals.evaluation_run import fingerprint
     from verifiers.evals.provenance import environment_provenance, git_provenance, versions

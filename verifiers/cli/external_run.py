@@ -92,7 +92,6 @@ class ExternalRun:
         self._is_draining.set()
 
     def abort(self) -> None:
-        """End the open sessions as cancelled."""
         self.drain()
         self._is_aborted.set()
 

@@ -82,7 +82,6 @@ def _init_model(args: argparse.Namespace) -> int:
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write the package, or make the model; raise errors instead of printing them."""
     if args.model is not None:
         return _init_model(args)
     if args.env is None:

@@ -42,7 +42,6 @@ def parser() -> CommandParser:
 
 
 def install(args: argparse.Namespace) -> int:
-    """Install the package and print its environments; raise errors instead of printing them."""
     try:
         # a requirement that is met already: neither the package nor its dependencies can bring another verifiers
         ours = f"verifiers=={version('verifiers')}"

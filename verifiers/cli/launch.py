@@ -55,7 +55,6 @@ def parser() -> CommandParser:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Submit the job of a run file, or print it; raise errors instead of printing them."""
     if args.slurm == args.k8s:
         raise ConfigError("give one of --slurm and --k8s.")
     kind = "slurm" if args.slurm else "k8s"

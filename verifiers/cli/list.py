@@ -30,7 +30,6 @@ def parser() -> CommandParser:
 
 
 def list_environments(args: argparse.Namespace) -> int:
-    """Print the installed environments as a table or as JSON."""
     found = installed_environments()
     if args.json:
         print(json.dumps(found))

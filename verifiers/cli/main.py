@@ -142,7 +142,6 @@ def make_importable(env: str, directory: str | None = None, *, last: str | None 
 
 
 def hide_library_bars() -> None:
-    """Keep libraries' bars for reading and writing models out of a command's output."""
     import datasets
     import transformers
 

@@ -35,7 +35,6 @@ def parser() -> CommandParser:
 
 
 def play(args: argparse.Namespace) -> int:
-    """Play one rollout and print its score; raise errors instead of printing them."""
     from verifiers.envs.datasets import row_fields
     from verifiers.envs.lifecycle import run_teardown
     from verifiers.envs.registry import load_environment
@@ -110,7 +109,6 @@ class Player:
         self._known = len(messages) + 1  # and the answer to them
 
     async def _typed(self) -> tuple[str, list[dict[str, Any]]]:
-        """Read the text and the tool calls of one answer."""
         lines: list[str] = []
         calls: list[dict[str, Any]] = []
         self._input = self._input or _opened_input()

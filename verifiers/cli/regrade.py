@@ -46,7 +46,6 @@ def parser() -> CommandParser:
 
 
 def regrade_run(args: argparse.Namespace) -> int:
-    """Grade a stored run again; raise errors instead of printing them."""
     from verifiers.envs.lifecycle import run_teardown
     from verifiers.envs.registry import load_environment
     from verifiers.evals.regrade import regrade

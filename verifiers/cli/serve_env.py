@@ -30,7 +30,6 @@ def parser() -> CommandParser:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until the command is interrupted."""
     from verifiers.envs.lifecycle import run_teardown
     from verifiers.envs.registry import load_environment
     from verifiers.evals.evaluation_run import scores_whole_groups

@@ -90,7 +90,6 @@ class AdaptiveRows:
         return ()
 
     def check_blocks(self, prompts_per_block: int) -> None:
-        """Refuse blocks that the policy could not fill."""
         self.policy.check_block(prompts_per_block)
 
     def example_ids(self, block: PlannedBlock) -> list[int]:

@@ -247,7 +247,6 @@ def staged_curriculum_from(mapping: Any) -> Curriculum:
 
 
 def from_table(kind: type[Kind], mapping: Any, where: str) -> Kind:
-    """Return the dataclass that a table of a file describes."""
     try:
         return TypeAdapter(kind).validate_python(mapping)
     except ValidationError as error:

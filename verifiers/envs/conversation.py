@@ -52,7 +52,6 @@ def offered_tools(state: Mapping[str, Any], default: list[Any] | None) -> list[A
 
 
 def said_so_far(state: State) -> Any:
-    """Return the prompt and all that was said after it."""
     return joined(state["prompt"], state["completion"])
 
 
@@ -102,7 +101,6 @@ async def call_model(
 
     Raises:
         ConfigError: tools in completion mode.
-        Exception: whatever else the client raises.
     """
     arguments = {name: value for name, value in (sampling_args or {}).items() if value is not None}
     if message_type == "chat":
@@ -150,7 +148,6 @@ class _Step(dict[str, Any]):
 
 
 def step_of(prompt: Messages, response: ModelResponse, message_type: MessageType) -> TrajectoryStep:
-    """Return an answer of the policy as a step of the trajectory."""
     choice = response.choices[0]
     step = _Step(
         prompt=prompt,

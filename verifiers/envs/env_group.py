@@ -148,13 +148,10 @@ class EnvGroupRubric(Rubric):
         return any(getattr(env.rubric, "has_group_funcs", False) is True for env in self.env_map.values())
 
     def rubric_of(self, task: Any) -> Rubric | None:
-        """Return the rubric that scores rollouts of a task, if any."""
         route = self.routes.get(task)
         return None if route is None else self.env_map[route.name].rubric
 
     async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
-        """Score rollouts by the rubric of their task; as `Rubric.score_states`."""
-
         async def score_task(task: Any, of_task: list[State]) -> list[RolloutScore]:
             route = self.routes.get(task)
             if route is None:

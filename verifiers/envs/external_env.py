@@ -41,7 +41,6 @@ class PostedReward(Rubric):
         super().__init__(funcs=[posted_reward])
 
     async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
-        """Score rollouts by what was posted for their sessions."""
         scores = await super().score_states(states)
         for state, score in zip(states, scores, strict=True):
             score["metrics"] = {**state.get("posted_metrics", {}), **score["metrics"]}
@@ -49,7 +48,6 @@ class PostedReward(Rubric):
 
 
 async def posted_reward(state: State) -> float:
-    """Return the reward that was posted for the session."""
     reward = state.get("posted_reward")
     if reward is None:
         raise GradingError("the session was ended without a reward; post one to /sessions/{id}/reward or /end.")
@@ -141,7 +139,6 @@ class ExternalEnv(GatewayEnv):
 
 
 def new_session_id() -> str:
-    """Return a name that no other session has."""
     return f"session-{secrets.token_hex(8)}"
 
 

@@ -39,7 +39,6 @@ class SandboxRequest(Record):
     """A description of a sandbox: the arguments of `SandboxEnv`, with `sandbox_name` as `name`."""
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, **_: Any) -> SandboxRequest:
-        """Return a copy with the fields in `update`."""
         return SandboxRequest({**self, **(update or {})})
 
 
@@ -332,9 +331,7 @@ class SandboxClient:
 
         Args:
             sandbox_id: as `state["sandbox_id"]` has it.
-            command: a command line.
             working_dir: left out, the sandbox's own.
-            env: further variables.
             timeout: seconds; the spec's wall time when left out.
 
         Raises:
@@ -347,16 +344,13 @@ class SandboxClient:
         return result
 
     async def upload_file(self, sandbox_id: str, file_path: str, local_file_path: str, **_: Any) -> None:
-        """Copy a file of this machine into the sandbox."""
         content = await asyncio.to_thread(Path(local_file_path).read_bytes)
         await self.upload_bytes(sandbox_id, file_path, content)
 
     async def upload_bytes(self, sandbox_id: str, file_path: str, file_bytes: bytes, *_: Any, **__: Any) -> None:
-        """Write a file of the sandbox."""
         await (await self._env._opened(sandbox_id)).write(file_path, file_bytes)
 
     async def download_file(self, sandbox_id: str, file_path: str, local_file_path: str, **_: Any) -> None:
-        """Copy a file of the sandbox to this machine."""
         content = await (await self._env._opened(sandbox_id)).read(file_path)
         await asyncio.to_thread(Path(local_file_path).write_bytes, content)
 
@@ -365,7 +359,6 @@ class SandboxClient:
         await self._env._opened(sandbox_id)
 
     async def delete(self, sandbox_id: str) -> None:
-        """Close the sandbox."""
         await self._env._close(sandbox_id)
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -63,7 +63,6 @@ class Tool:
     has_own_deadline: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it directly, as the function it stands for."""
         return self.call(*args, **kwargs)
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float | None = None) -> Any:
@@ -72,7 +71,6 @@ class Tool:
         Raises:
             ToolParseError: arguments that are missing, unknown or of a wrong type.
             ToolCallError: it did not end in time, or tried to end the interpreter.
-            Exception: whatever the tool raises.
         """
         positional, keywords = self.bind(arguments) if self.bind else ([], dict(arguments))
         work = functools.partial(self.call, *positional, **keywords)

@@ -49,7 +49,6 @@ class ComparedRun:
 
 
 def read_compared_run(directory: str | Path) -> ComparedRun:
-    """Read a run directory row by row."""
     path = run_at(directory)
     return ComparedRun.of_rows(path, read_metadata(path), iter_rows(path))
 

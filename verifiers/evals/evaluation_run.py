@@ -42,7 +42,6 @@ _BEGUN_TOGETHER = 32
 # a score may take 31 times as long as a rollout until it slows down the run
 _LEAST_UNFINISHED = 2048
 _UNFINISHED_FOR_EACH_SLOT = 32
-_LAG_EVERY_S = 0.1
 
 
 def iter_requests(
@@ -80,9 +79,6 @@ class Interruption:
     """The end of a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
 
     Both may be called on the event loop only, e.g. from its signal handlers.
-
-    Attributes:
-        exit_code: of a command whose run was ended so, by the signal.
     """
 
     def __init__(self, drain_s: float = 30.0) -> None:
@@ -182,13 +178,14 @@ def _most_unfinished(limiter: Limiter) -> float:
 
 
 class LoopLag:
-    """A measurement, ten times a second, of how late a timer fires.
+    """A measurement, every `every_s` seconds, of how late a timer fires.
 
     Attributes:
         late_ms: each delay, in milliseconds; 7 MB a day.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = 0.1) -> None:
+        self._every_s = every_s
         self.late_ms = array("d")
 
     def quantile_ms(self, share: float) -> float:
@@ -203,7 +200,6 @@ class LoopLag:
 
     @contextlib.asynccontextmanager
     async def measured(self) -> AsyncIterator[None]:
-        """Measure while the block runs."""
         task = asyncio.create_task(self._measure())
         try:
             yield
@@ -214,8 +210,8 @@ class LoopLag:
 
     async def _measure(self) -> None:
         while True:
-            due = time.perf_counter() + _LAG_EVERY_S
-            await asyncio.sleep(_LAG_EVERY_S)
+            due = time.perf_counter() + self._every_s
+            await asyncio.sleep(self._every_s)
             self.late_ms.append(max(0.0, (time.perf_counter() - due) * 1000))
 
 
@@ -372,7 +368,6 @@ def new_run(
 
 
 def _begun(plan: Mapping[str, Any], rubric: Any) -> dict[str, Any]:
-    """Return the metadata of a run that begins now."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     session = {"started": now, "versions": plan.get("versions"), "git": plan.get("git")}
     begun = {"started": now, "started_at": time.time(), "sessions": [session]}

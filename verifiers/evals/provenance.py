@@ -33,10 +33,11 @@ def environment_provenance(env_id: str) -> dict[str, str | None]:
     version = entry.dist.version if entry is not None and entry.dist is not None else None
     file = getattr(sys.modules.get(module), "__file__", None)
     path = None if file is None else Path(file)
+    levels = module.count(".") + (path is not None and path.name == "__init__.py")
     return {
         "env_version": version or _version(env_id.strip().rsplit("/", 1)[-1].replace("_", "-")),
         "env_source": None if path is None else _source_hash(path),
-        "env_directory": None if path is None else str(_import_root(path.resolve(), module)),
+        "env_directory": None if path is None else str(path.resolve().parents[levels]),
     }
 
 
@@ -54,11 +55,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _import_root(path: Path, module: str) -> Path:
-    """Return the directory from which a module was imported."""
-    return path.parents[module.count(".") + (path.name == "__init__.py")]
 
 
 def _source_hash(path: Path) -> str | None:

@@ -23,8 +23,6 @@ class Counts:
     """Numbers of rollouts by how they ended.
 
     Attributes:
-        prompts: prompts with at least one rollout, scored or not.
-        rollouts: rollouts in all; scored + unscored.
         failed: those that ended in a failure; all of them are unscored.
         truncated: those that ran out of tokens; they have a reward like any other.
         missing: planned rollouts of which there is no row; None where the plan is not known.
@@ -100,11 +98,9 @@ class RolloutResults:
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks of the prompts, sorted."""
         return sorted(set(self._tasks.values()))
 
     def add_rollout(self, rollout: Rollout) -> None:
-        """Take a rollout that has just finished."""
         if rollout.failure is not None:
             text = self._redact(str(rollout.failure))
             # texts may all differ, and memory must not grow with them

@@ -95,7 +95,6 @@ class Price:
     completion: float
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Return the cost of so many tokens, in the table's currency."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 
@@ -227,7 +226,6 @@ def summarize(
         metadata: of metadata.json; its plan gives the missing rollouts, its model the price.
         right_from: reward from which a rollout counts as right in pass@k and pass^k; a rounding error below counts
             too.
-        confidence: coverage of all intervals.
         prices: None leaves the cost out.
     """
     results = rows if isinstance(rows, RolloutResults) else RolloutResults(rows)

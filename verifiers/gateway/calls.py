@@ -95,14 +95,12 @@ def _json_bytes(data: Any) -> bytes:
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """Return data as the body of an answer."""
     from aiohttp import web
 
     return web.Response(body=_json_bytes(data), status=status, headers=headers, content_type="application/json")
 
 
 def openai_error(refusal: RefusedCallError) -> dict[str, Any]:
-    """Return a refusal as OpenAI's error object."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
 
@@ -197,7 +195,6 @@ def refuse_unsupported(body: Mapping[str, Any], known: Iterable[str], neutral: M
 
 
 def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call of a tool as chat messages have it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -117,7 +117,6 @@ class EndedSession:
     result: asyncio.Future[dict[str, Any]]
 
     def counts(self) -> Mapping[str, int]:
-        """Return calls and tokens of the answers that were read."""
         return self.calls
 
 
@@ -172,7 +171,6 @@ class SessionRoutes:
                 self._ended.popitem(last=False)
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes to an application."""
         app.router.add_post("/sessions", self._answering(self._post_session))
         app.router.add_get("/sessions/{id}", self._answering(self._get_session))
         app.router.add_post("/sessions/{id}/reward", self._answering(self._post_reward))

@@ -238,7 +238,6 @@ def _text(item: Mapping[str, Any], name: str, place: int | str) -> str:
 
 
 def _content(value: Any, place: str) -> Any:
-    """Return a text, or parts as chat messages have them."""
     if not isinstance(value, list):
         return _text({"": value}, "", place)
     return joined_text([_part(part, place) for part in value], ("text",))

@@ -106,7 +106,6 @@ def load_endpoints(path: str | Path) -> dict[str, EndpointEntry]:
 
 
 def find_endpoint(name: str, path: str | Path) -> EndpointEntry:
-    """Return the entry of that name in the registry at `path`."""
     entries = load_endpoints(path)
     if name not in entries:
         raise ConfigError(f"{str(path)!r} has no endpoint {name!r}; it has {', '.join(sorted(entries)) or 'none'}.")

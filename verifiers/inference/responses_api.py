@@ -42,7 +42,6 @@ class ResponsesBackend(HttpBackend):
 
 
 def responses_body(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of POST /responses for the body of a chat completion."""
     if chat.get("stream") or (chat.get("n") or 1) != 1 or chat.get("logprobs") or chat.get("return_token_ids"):
         raise ConfigError(
             "the Responses API was asked for streaming, several answers, log-probs or token ids; use api = 'chat'."

@@ -135,7 +135,6 @@ async def retry(
     """Await `attempt()` until it succeeds, fails for good, or tries or time are used up.
 
     Args:
-        policy: number of tries, and waits.
         on_retry: called with each failure that is followed by another try.
         limiter: learns of every answer and of every 429.
         deadline: time of time.monotonic after which no try begins.
@@ -144,7 +143,6 @@ async def retry(
     Raises:
         ProviderError: the last RetryableError; its message says how many tries were made.
         EmptyModelResponseError: the last answer was empty.
-        Exception: any other failure, as it was.
     """
     for number in range(1, policy.max_attempts + 1):
         try:
@@ -235,7 +233,6 @@ def _server_message(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception's text, or its class where it has none."""
     return str(error) or type(error).__name__
 
 

@@ -151,7 +151,6 @@ class ServerClient:
         return str(answer.get("weight_version"))
 
     async def model_name(self) -> str:
-        """Return the first model that the server lists."""
         answer = await self.ask("GET", "/v1/models")
         try:
             return str(answer["data"][0]["id"])

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
@@ -32,7 +33,6 @@ from verifiers.inference.server_client import (
     log_retry,
     passes_in_place,
 )
-from verifiers.inference.server_load import ServerLoad
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.loop_thread import LoopThread
 
@@ -61,6 +61,15 @@ _MOST_LOST = 2
 # a server that holds a prefix keeps its rollouts until it is this much busier than the idlest
 _BUSIER_CALLS = 4
 _BUSIER_RATIO = 1.5
+_GAUGES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "cache_use",
+    "vf_sequences_running": "running",
+    "vf_sequences_waiting": "waiting",
+    "vf_slots_used": "cache_use",
+}
+_LINE = re.compile(rf"^({'|'.join(_GAUGES)})(?:{{.*}})? (\d+(?:\.\d+)?(?:e[+-]?\d\d?)?)(?!\S)", re.MULTILINE)
 
 
 def time_left(deadline: float) -> float:
@@ -79,6 +88,48 @@ class WeightUpdate:
 
     version: int
     load: Load
+
+
+@dataclass(slots=True)
+class ServerLoad:
+    """Sums over readings of how full servers are, by their /metrics: vLLM's, and the embedded server's.
+
+    Attributes:
+        cache_use: share of its cache (vLLM) or its slots (embedded server) in use; the fullest engine's.
+        busy: readings with any request.
+        full: of these, readings with one that waited.
+    """
+
+    readings: int = 0
+    running: float = 0.0
+    waiting: float = 0.0
+    cache_use: float = 0.0
+    busy: int = 0
+    full: int = 0
+
+    def take(self, text: str) -> bool:
+        """Add a reading in the text form of Prometheus; False where it has no such counts."""
+        found: dict[str, list[float]] = {}
+        for name, value in _LINE.findall(text):
+            found.setdefault(_GAUGES[name], []).append(float(value))
+        if not {"running", "waiting"} <= found.keys():
+            return False
+        running, waiting = sum(found["running"]), sum(found["waiting"])
+        self.readings += 1
+        self.running += running
+        self.waiting += waiting
+        self.cache_use += max(found.get("cache_use", [0.0]))
+        self.busy += running + waiting > 0
+        self.full += waiting > 0
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over the readings, and the share of the busy ones in which requests waited; {} without any."""
+        if not self.readings:
+            return {}
+        means = {name: getattr(self, name) / self.readings for name in ("running", "waiting", "cache_use")}
+        full = {"full": self.full / self.busy} if self.busy else {}
+        return {f"server/{name}": value for name, value in {**means, **full}.items()}
 
 
 @dataclass(slots=True, eq=False)

@@ -209,7 +209,6 @@ class WireObject:
         return {k: v for k, v in plain.items() if v is not None} if exclude_none else plain
 
     def model_dump_json(self, **kwargs: Any) -> str:
-        """Return the same as JSON text."""
         return json.dumps(self.model_dump(**kwargs))
 
     dict = model_dump

@@ -364,11 +364,9 @@ def _default_rubric(parser: Any) -> Any:
     from verifiers.rubrics.shaping import EpisodicSumRubric
 
     def episode_steps(state: State) -> float:
-        """Count the actions taken."""
         return float(state.get("episode_steps", 0))
 
     def invalid_actions(state: State) -> float:
-        """Count the answers without a valid action."""
         return float(state.get("invalid_actions", 0))
 
     rubric = EpisodicSumRubric() if parser is None else EpisodicSumRubric(parser=parser)

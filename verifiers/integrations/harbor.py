@@ -383,7 +383,6 @@ class _Trial:
         return True
 
     async def end(self) -> None:
-        """Test the step that was played last."""
         if not self._is_tested:
             await self._test()
 

@@ -468,7 +468,6 @@ def _allowed(name: str) -> str:
 
 
 def parameters_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool's input schema as an OpenAI definition's parameters."""
     lean = {key: value for key, value in schema.items() if key not in ("$schema", "title")}
     return {**lean, "type": "object", "properties": schema.get("properties") or {}}
 

@@ -216,7 +216,6 @@ class OpenEnvServer:
     `/schema`, `/metadata`, and `/tasks?from=N`, a thousand ids at a time.
 
     Args:
-        rows: the dataset that is played.
         max_sessions: sessions at once; further ones are told CAPACITY_REACHED.
         limits: `rollout_timeout_s` and `grading_timeout_s` of `Run`; the policy's time counts towards the first.
 
@@ -284,7 +283,6 @@ class OpenEnvServer:
         return socket
 
     def task(self, arguments: Mapping[str, Any]) -> RolloutRequest:
-        """Return the row that a reset asks for."""
         count, number = len(self._rows), arguments.get("task_id")
         if number is None and (seed := arguments.get("seed")) is not None:
             number = seed % count if type(seed) is int else seed
@@ -400,7 +398,6 @@ def _said(messages: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def _answer_in(action: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return the policy's answer as a message."""
     text, calls = action.get("message"), action.get("tool_calls")
     text = "" if text is None and calls else text
     unknown = sorted(action.keys() - SCHEMAS["action"]["properties"].keys())

@@ -422,7 +422,8 @@ class ReasoningGymRubric(Rubric):
         except WorkerError as error:
             await self._check_empty_answer(error, arguments)
             return ScorerResult(answer, 0.0, killed=True)
-        return _verdict_from(answer, result)
+        raised = str(result["raised"])
+        return ScorerResult(answer, float(result["score"]), killed=raised == "MemoryError", raised=raised)
 
     async def _check_empty_answer(self, error: WorkerError, arguments: tuple[str, str, str, str | None]) -> None:
         """Raise GradingError unless an empty answer can be scored: then the answer ended the worker."""
@@ -430,8 +431,3 @@ class ReasoningGymRubric(Rubric):
             await scoring_pool().call(_SCORE, *arguments[:3], "", timeout_s=self.timeout_s)
         except WorkerError:
             raise GradingError(f"The scorer of task {arguments[0]!r} cannot run in a worker: {error}") from error
-
-
-def _verdict_from(answer: str | None, result: Mapping[str, Any]) -> ScorerResult:
-    raised = str(result["raised"])
-    return ScorerResult(answer, float(result["score"]), killed=raised == "MemoryError", raised=raised)

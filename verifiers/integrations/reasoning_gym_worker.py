@@ -122,7 +122,6 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """Return the value of a text of `dumps`."""
     return json.loads(text, object_hook=_untagged)
 
 

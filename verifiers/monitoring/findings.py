@@ -123,7 +123,6 @@ def _in_turns(shares: Mapping[str, float], num_batches_ahead: int, device: str) 
 
 
 def _listed(shares: Mapping[str, float]) -> str:
-    """Return the parts in words, the largest first."""
     largest, *others = sorted((part for part in shares if shares[part] >= SHOWN), key=lambda part: -shares[part])
     text = f"{_PARTS[largest]} {_percent(shares[largest])} of the time"
     return ", ".join([text, *(f"{_PARTS[part]} {_percent(shares[part])}" for part in others)])

@@ -52,7 +52,6 @@ class Evaluations:
 
     @property
     def best(self) -> int:
-        """Index of the first highest reward."""
         return max(range(len(self.rewards)), key=self.rewards.__getitem__)
 
     def estimate(self, at: int) -> dict[str, float | None]:
@@ -91,7 +90,6 @@ class History:
         return self.columns.get(name, ())
 
     def names(self, prefix: str, suffix: str = "") -> list[str]:
-        """Return the metrics with such a name, sorted."""
         return sorted(name for name in self.columns if name.startswith(prefix) and name.endswith(suffix))
 
 
@@ -128,7 +126,6 @@ def is_trained_on(name: str, logs: Mapping[str, Any]) -> bool | None:
 
 
 def read_history(run_dir: str | Path) -> History:
-    """Return the numbers of a run."""
     history = History()
     for line in read_lines(Path(run_dir) / METRICS):
         history.last_at = max(history.last_at, float(line.get("at") or 0.0))

@@ -47,7 +47,6 @@ class LiveTable:
         )
 
     def start(self) -> None:
-        """Begin to draw."""
         before = (sys.stdout, sys.stderr)
         self._live.start()
         # handlers keep the stream that they were made with, and would write across the table
@@ -58,7 +57,6 @@ class LiveTable:
                     self._handlers.append((handler, old))
 
     def print(self, text: str) -> None:
-        """Print a line above the table."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
@@ -88,7 +86,6 @@ def run_table(
     done: float = 0.0,
     reward: Sequence[float] = (),
 ) -> RenderableType:
-    """Return the table, for a terminal of any width."""
     lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan"), _Progress(done, reward)]
     if total.wall > 0:
         # the newest log first: where there is no room beside it, a terminal of few lines cuts off what is below

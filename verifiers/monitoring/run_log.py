@@ -15,6 +15,7 @@ policy learns; evaluations, which are stored whole beside these, always have it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -29,7 +30,7 @@ from typing import Any
 
 from verifiers.evals.store import finite, is_own_file, json_line, plain
 from verifiers.log import Redactor
-from verifiers.notebook import as_text, messages_of
+from verifiers.notebook import as_text, cut_in_the_middle, messages_of
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 
 RUN = "run.json"
@@ -40,7 +41,6 @@ logger = logging.getLogger("verifiers.train")
 
 
 def is_training_run(directory: str | Path) -> bool:
-    """Return whether a directory holds the record of a training run."""
     return (Path(directory) / RUN).is_file() and (Path(directory) / METRICS).is_file()
 
 
@@ -79,7 +79,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a logged value is a finite number."""
     return finite(value) is not None
 
 
@@ -108,7 +107,6 @@ class RunRecord:
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """Content of run.json."""
         return self._run
 
     def describe(self, **fields: Any) -> None:
@@ -135,7 +133,6 @@ class RunRecord:
         self._append(METRICS, [line])
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rollouts as of `SampleChoice.of_block`."""
         self._append(SAMPLES, rows)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -185,6 +182,8 @@ _FOLLOWED = 3
 _ROLLOUTS = 4
 _CHARACTERS = 3000
 _MESSAGES = 24
+
+_cut = functools.partial(cut_in_the_middle, most=_CHARACTERS)
 
 
 class SampleChoice:
@@ -300,10 +299,3 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / max(1, most - 1))] for place in range(most)]
-
-
-def _cut(text: str) -> str:
-    if len(text) <= _CHARACTERS:
-        return text
-    half = _CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out here ...]\n{text[-half:]}"

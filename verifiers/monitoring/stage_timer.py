@@ -100,7 +100,6 @@ class StageUse:
     generator: ActivityReading = field(default_factory=ActivityReading)
 
     def add(self, other: StageUse) -> None:
-        """Take another part of the same stage in."""
         self.seconds += other.seconds
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
         self.most_running = max(self.most_running, other.most_running)
@@ -129,7 +128,6 @@ class StageTimer:
         self._uses: dict[str, StageUse] = {}
 
     def start(self) -> None:
-        """Forget everything before now."""
         self._add_elapsed()
         self._uses = {}
 
@@ -202,7 +200,6 @@ class RunTime:
     Attributes:
         generator: in which a rollout ran or was scored, outside pushes and evaluation.
         overlapped: of these, in which the trainer worked.
-        server: in which at least one rollout ran.
         scored_alone: in which the trainer waited and rollouts were scored, but none ran.
         waiting_rollouts: rollout-seconds run while the trainer waited.
         most_in_flight: the most rollouts that ran at once outside evaluation.
@@ -227,7 +224,6 @@ class RunTime:
 
     @property
     def wall(self) -> float:
-        """All seconds."""
         return sum(self.stages.values())
 
     @property

@@ -18,7 +18,6 @@ def messages_to_printable(messages: Messages) -> Messages:
 
 
 def message_to_printable(message: ChatMessage) -> ChatMessage:
-    """Return one message as `messages_to_printable` does."""
     content = message_field(message, "content")
     parts = [content] if isinstance(content, str) else content or []
     shown = {"role": message_field(message, "role"), "content": "\n\n".join(map(_printable_part, parts))}
@@ -36,7 +35,6 @@ def cleanup_messages(messages: Messages) -> Messages:
 
 
 def cleanup_message(message: ChatMessage) -> ChatMessage:
-    """Return one message as `cleanup_messages` does."""
     fields = plain(message)
     lean: ChatMessage = drop_none(fields)
     if "content" in fields:

@@ -49,7 +49,6 @@ def write_evaluation_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises:
         ConfigError: `run_dir` holds no results, or damaged ones.
-        OSError: the file cannot be written.
     """
     directory = Path(run_dir)
     entries, numbers = read_entries(directory)
@@ -165,15 +164,8 @@ class Entry:
 
     def counted(self) -> dict[str, Any]:
         """Return what `RolloutResults` counts, whatever shape the row had."""
-        return {
-            "example_id": self.example,
-            "generation": self.generation,
-            "outcome": self.outcome,
-            "reward": self.reward,
-            "metrics": self.metrics,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
+        names = ("generation", "outcome", "reward", "metrics", "prompt_tokens", "completion_tokens")
+        return {"example_id": self.example, **{name: getattr(self, name) for name in names}}
 
 
 def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str = "") -> Entry:
@@ -185,7 +177,7 @@ def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str =
         example=example_of(row),
         generation=_count(row.get("generation")),
         run=run,
-        outcome=_outcome(row),
+        outcome=sys.intern(str(row.get("outcome", "?"))[:40]),
         reward=finite(row.get("reward")),
         metrics=_metrics(row),
         prompt_tokens=_count(row.get("prompt_tokens")),
@@ -199,7 +191,6 @@ def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str =
 
 
 def example_of(row: Mapping[str, Any]) -> str:
-    """Return the example id of a row as the page has it."""
     return sys.intern(as_text(row.get("example_id"))[:200])
 
 
@@ -264,10 +255,6 @@ def sampled_groups(groups: Sequence[Sequence[_Item]], most: int) -> list[list[_I
         if group:
             kept.append(group)
     return kept
-
-
-def _outcome(row: Mapping[str, Any]) -> str:
-    return sys.intern(str(row.get("outcome", "?"))[:40])
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:

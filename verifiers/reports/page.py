@@ -86,13 +86,11 @@ def content_policy(script: str, *, live: bool) -> str:
 
 @functools.cache
 def script_text(names: tuple[str, ...]) -> str:
-    """Return the joined files of a script."""
     return "\n" + "\n".join(_file(name) for name in names)
 
 
 @functools.cache
 def style_text() -> str:
-    """Return the style sheet."""
     return "\n" + _file("page.css")
 
 

@@ -82,7 +82,6 @@ class RunServer:
 
     @property
     def url(self) -> str:
-        """Address of the list."""
         return f"http://{HOST}:{self.port}/"
 
     async def start(self) -> None:

@@ -54,7 +54,6 @@ def write_training_report(run_dir: str | Path, out: Path | None = None) -> Path:
 
     Raises:
         ConfigError: the directory holds no record of a training run.
-        OSError: the file cannot be written.
     """
     directory = Path(run_dir)
     if not (directory / RUN).is_file():

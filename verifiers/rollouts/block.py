@@ -134,7 +134,12 @@ class BlockRun:
         kept, filtered = self._result()
         block = ScoredBlock(self.block_id, kept, policy_version, seconds, filtered=filtered)
         if not any(rollout.is_scored for rollout in block.launched):
-            raise NothingScoredError(_nothing_scored(block), block=block)
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in block.outcomes().most_common())
+            cause = most_often(block.commonest_failure())
+            raise NothingScoredError(
+                f"block {block.block_id}: none of {len(block.launched)} rollouts got a reward ({counts}){cause}",
+                block=block,
+            )
         return block
 
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
@@ -188,7 +193,8 @@ class BlockRun:
                 ]
             if is_last or not failed:
                 break
-            lost.update(index for index in failed if _has_lost_worker(rollouts[index]))
+            failures = {index: rollouts[index].failure for index in failed}
+            lost.update(i for i, one in failures.items() if one and isinstance(one.exception, RolloutWorkerError))
             seeds = {index: _seed_again(requests[index].seed, again) for index in failed}
             others = await self._run.play(
                 [
@@ -211,16 +217,6 @@ def _failed(rollouts: Sequence[Rollout]) -> list[int]:
     return [index for index, rollout in enumerate(rollouts) if rollout.outcome.is_failure]
 
 
-def _has_lost_worker(rollout: Rollout) -> bool:
-    return rollout.failure is not None and isinstance(rollout.failure.exception, RolloutWorkerError)
-
-
 def _seed_again(seed: int | None, attempt: int) -> int | None:
     # the same seed would give a policy's fatal answer once more
     return None if seed is None else random.Random(f"{seed}:again:{attempt}").getrandbits(62) + 1
-
-
-def _nothing_scored(block: ScoredBlock) -> str:
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in block.outcomes().most_common())
-    cause = most_often(block.commonest_failure())
-    return f"block {block.block_id}: none of {len(block.launched)} rollouts got a reward ({counts}){cause}"

@@ -141,11 +141,8 @@ def present_role() -> str | None:
     return _role.get()
 
 
-class RoleClient:
-    """A handle of `RolloutClient.role`: what it does not do itself, the rollout's client does."""
-
-    def __init__(self, client: RolloutClient, name: str) -> None:
-        self._client, self._name = client, name
+class _OpenAIClient:
+    # made when they are asked for: as attributes they would be cycles, and rollouts would wait for the collector
 
     @property
     def chat(self) -> _Chat:
@@ -154,6 +151,13 @@ class RoleClient:
     @property
     def completions(self) -> _Create:
         return _Create(self, COMPLETIONS)
+
+
+class RoleClient(_OpenAIClient):
+    """A handle of `RolloutClient.role`: what it does not do itself, the rollout's client does."""
+
+    def __init__(self, client: RolloutClient, name: str) -> None:
+        self._client, self._name = client, name
 
     async def call(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         with as_role(self._name):
@@ -169,7 +173,7 @@ class _Create:
     # made for each call, so that an assignment to `create` must fail instead of being lost
     __slots__ = ("_client", "_path")
 
-    def __init__(self, client: RolloutClient | RoleClient, path: str) -> None:
+    def __init__(self, client: Any, path: str) -> None:
         self._client = client
         self._path = path
 
@@ -192,7 +196,7 @@ class _Sampled:
     version: int
 
 
-class RolloutClient:
+class RolloutClient(_OpenAIClient):
     """A recording stand-in for `openai.AsyncOpenAI`, one for each rollout.
 
     Args:
@@ -258,16 +262,6 @@ class RolloutClient:
         self.overlong = False
         self.is_cut_off = False
         self.trains = group if require_tokens else None
-
-    # made when they are asked for: as attributes they would be cycles, and rollouts would wait for the collector
-
-    @property
-    def chat(self) -> _Chat:
-        return _Chat(_Create(self, CHAT))
-
-    @property
-    def completions(self) -> _Create:
-        return _Create(self, COMPLETIONS)
 
     @property
     def base_url(self) -> str:

@@ -113,7 +113,6 @@ class TokenSequence:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of positions that carry loss."""
         return sum(self.loss_mask)
 
     @property

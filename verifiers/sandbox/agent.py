@@ -206,7 +206,7 @@ class Agent:
 
                 relay.run(message["target"])
             elif kind == "call":
-                answer_call(message, answer)
+                _write_all(answer, _answer(message))
             elif kind == "read":
                 read_file(message, self.limits, self.contained)
             else:
@@ -418,11 +418,6 @@ def _answer(request: dict[str, Any]) -> bytes:
         message = f"its result is {len(data)} bytes of JSON, over the limit of {MAX_RESULT_BYTES}"
         return json.dumps({"kind": "OverflowError", "message": message}).encode()
     return data
-
-
-def answer_call(request: dict[str, Any], out: int) -> None:
-    """Call a function and write what came of it, as JSON, to a descriptor."""
-    _write_all(out, _answer(request))
 
 
 def remove_tree(path: str) -> None:

@@ -488,7 +488,8 @@ def _launch(
         filter_fd, writing = os.pipe()
         os.write(writing, bubblewrap.call_filter())
         os.close(writing)
-        agent = bubblewrap.command(recipe, visible_paths(spec.readable), spec.disk_bytes, user_map, filter_fd) + agent
+        visible = [*_python_places(), str(_PACKAGE), *spec.readable]
+        agent = bubblewrap.command(recipe, visible, spec.disk_bytes, user_map, filter_fd) + agent
         pass_fds += [filter_fd, *(user_map.pass_fds if user_map is not None else ())]
         if os.access(recipe.executable, os.X_OK):
             # files are memory, too
@@ -532,11 +533,6 @@ def _python_places() -> tuple[str, ...]:
     # both names of a place count: links inside of it may use either
     both = {os.path.normpath(place) for place in (*places, *map(os.path.realpath, places))}
     return tuple(sorted(place for place in both if place != "/" and os.path.isdir(place)))
-
-
-def visible_paths(readable: Sequence[str]) -> list[str]:
-    """Return what can be read in a sandbox beside the system: Python, this package, and the `readable` paths."""
-    return [*_python_places(), str(_PACKAGE), *readable]
 
 
 def checked_readable(readable: Sequence[str]) -> Sequence[str]:

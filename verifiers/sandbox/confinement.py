@@ -48,7 +48,6 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, config: dict[str, Any], **changes: Any) -> Limits:
-        """Return the limits that the sandbox's configuration names."""
         return cls(**{**{name: config[name] for name in cls._fields if name in config}, **changes})
 
 

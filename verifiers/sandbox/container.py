@@ -100,26 +100,33 @@ async def _started(start: Callable[[], C], tool: str) -> C:
 
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
-    limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
-    limits["nproc"] = _at_most(_USER_PROCESSES, resource.RLIMIT_NPROC)
+    limits = {"nofile": spec.open_files}
     if spec.cpu_time_s is not None:
         limits["cpu"] = max(1, round(spec.cpu_time_s))
     disk = f"rw,exec,nosuid,nodev,mode=1777,size={spec.disk_bytes // 2}"
+    # the main process and its init take part in the limit of processes
     return [
-        *(tool, "run", "--rm", "--interactive", "--init", f"--name={name}", "--label=verifiers.sandbox=1"),
+        *_bounded_run(spec, tool, name, spec.processes + 4, limits),
         *_NO_PROXY[tool],
         *("--network=none", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--ipc=private", "--read-only"),
-        *(
-            f"--pids-limit={spec.processes + 4}",
-            f"--memory={spec.memory_bytes}",
-            f"--memory-swap={spec.memory_bytes}",
-        ),
-        # the main process and its init take part in the limit of processes
-        *(f"--ulimit={name}={value}:{value}" for name, value in limits.items()),
         *(f"--tmpfs={HOME}:{disk}", f"--tmpfs=/tmp:{disk}", f"--workdir={HOME}"),
         *(f"--env={name}={value}" for name, value in {"HOME": HOME, "LANG": "C.UTF-8", **spec.env}.items()),
-        *(f"--volume={path}:{path}:ro" for path in spec.readable),
         *(spec.image, "sh", "-c", _MAIN),
+    ]
+
+
+def _bounded_run(spec: SandboxSpec, tool: str, name: str, processes: int, limits: Mapping[str, int]) -> list[str]:
+    limits = {
+        "fsize": spec.file_bytes,
+        "core": 0,
+        "nproc": _at_most(_USER_PROCESSES, resource.RLIMIT_NPROC),
+        **limits,
+    }
+    return [
+        *(tool, "run", "--rm", "--interactive", "--init", f"--name={name}", "--label=verifiers.sandbox=1"),
+        *(f"--pids-limit={processes}", f"--memory={spec.memory_bytes}", f"--memory-swap={spec.memory_bytes}"),
+        *(f"--ulimit={name}={value}:{value}" for name, value in limits.items()),
+        *(f"--volume={path}:{path}:ro" for path in spec.readable),
     ]
 
 
@@ -371,38 +378,24 @@ class ImageContainer(ContainerSandbox):
         super().__init__(spec, tool)
 
     def _run_arguments(self) -> list[str]:
-        spec = self.spec
-        limits = {"fsize": spec.file_bytes, "core": 0, "nofile": _at_most(1 << 16, resource.RLIMIT_NOFILE)}
-        limits["nproc"] = _at_most(_USER_PROCESSES, resource.RLIMIT_NPROC)
+        spec, limits = self.spec, {"nofile": _at_most(1 << 16, resource.RLIMIT_NOFILE)}
         return [
-            *(self._tool, "run", "--rm", "--interactive", "--init", f"--name={self.name}"),
-            *("--label=verifiers.sandbox=1", "--user=0", "--entrypoint=sh"),
+            *_bounded_run(spec, self._tool, self.name, spec.processes, limits),
+            *("--user=0", "--entrypoint=sh"),
             *([] if self._network else ["--network=none", *_NO_PROXY[self._tool]]),
             *([] if self._cpus is None else [f"--cpus={self._cpus:g}"]),
-            *(
-                f"--pids-limit={spec.processes}",
-                f"--memory={spec.memory_bytes}",
-                f"--memory-swap={spec.memory_bytes}",
-            ),
-            *(f"--ulimit={name}={value}:{value}" for name, value in limits.items()),
             *(f"--env={name}={value}" for name, value in spec.env.items()),
-            *(f"--volume={path}:{path}:ro" for path in spec.readable),
             *(spec.image, "-c", f"{self._prepare}\n{_MAIN}"),
         ]
 
     async def copy_in(self, source: Path, target: str) -> None:
         """Copy what a directory holds into one that is there. Raises SandboxError."""
-        await self._copy(f"{source}/.", f"{self.name}:{target}")
-
-    async def copy_out(self, source: str, target: Path) -> None:
-        """Copy a file or a directory to this machine. Raises SandboxError."""
-        await self._copy(f"{self.name}:{source}", str(target))
-
-    async def _copy(self, source: str, target: str) -> None:
         self._check_alive()
-        code, said = await call_tool(self._tool, "cp", source, target, timeout_s=_COPY_S)
+        places = f"{source}/.", f"{self.name}:{target}"
+        code, said = await call_tool(self._tool, "cp", *places, timeout_s=_COPY_S)
         if code != 0:
-            raise SandboxError(f"{source} could not be copied to {target}: {said.strip() or 'its time ran out'}")
+            why = said.strip() or "its time ran out"
+            raise SandboxError(f"{places[0]} could not be copied to {places[1]}: {why}")
 
 
 class ContainerProcess(SandboxProcess):

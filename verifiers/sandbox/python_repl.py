@@ -18,11 +18,6 @@ from verifiers.sandbox.spec import Sandbox, SandboxProcess
 _LOST = "The interpreter was restarted: all variables, functions and imports are lost."
 
 
-def python_command(isolation: str) -> str:
-    """Return the interpreter to start in a sandbox: the container's own, or else the one that runs now."""
-    return "python3" if isolation in ("docker", "podman") else sys.executable
-
-
 @functools.cache
 def _driver() -> str:
     return importlib.resources.files("verifiers.sandbox").joinpath("python_driver.py").read_text(encoding="utf-8")
@@ -91,7 +86,8 @@ class PythonInterpreter:
             return f"{why} {_LOST}"
 
     async def _start(self) -> SandboxProcess:
-        command = [python_command(self._sandbox.isolation), "-I", "-c", _driver(), str(self._max_output_chars)]
+        python = "python3" if self._sandbox.isolation in ("docker", "podman") else sys.executable
+        command = [python, "-I", "-c", _driver(), str(self._max_output_chars)]
         process = await self._sandbox.start(command)
         try:
             line = await process.read_line(timeout_s=self._startup_timeout_s)

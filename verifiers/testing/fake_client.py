@@ -57,8 +57,7 @@ class FakeClient:
     ) -> None:
         self._script = Script(answers)
         self._fault_of = fault_schedule(faults)
-        self._model = model
-        self._token_ids = token_ids
+        self._reported: dict[str, Any] = {"model": model, "token_ids": token_ids}
         self.weight_version = weight_version
         self.base_url = base_url
         self.api_key = api_key
@@ -107,16 +106,8 @@ class FakeClient:
         answers = fault if fault is not None else await self._script.answers(body)
         if isinstance(answers, Fault):
             return await _fail(answers, self.base_url, timeout_s)
-        return WireObject(
-            response_body(
-                body,
-                answers,
-                number=number,
-                model=self._model,
-                weight_version=self.weight_version,
-                token_ids=self._token_ids,
-            )
-        )
+        options = {"number": number, "weight_version": self.weight_version, **self._reported}
+        return WireObject(response_body(body, answers, **options))
 
 
 async def _fail(fault: Fault, base_url: str, timeout_s: Any) -> Any:

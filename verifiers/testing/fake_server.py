@@ -116,8 +116,7 @@ class FakeOpenAIServer:
         self._route_schedules = {path: fault_schedule(plan) for path, plan in (route_faults or {}).items()}
         self._route_counts: dict[str, int] = {}
         self._port = port
-        self._model = model
-        self._token_ids = token_ids
+        self._reported: dict[str, Any] = {"model": model, "token_ids": token_ids}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -238,7 +237,7 @@ class FakeOpenAIServer:
         return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSING_S)
 
     def _models(self) -> dict[str, Any]:
-        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "verifiers"}
+        entry = {"id": self._reported["model"], "object": "model", "created": 0, "owned_by": "verifiers"}
         return {"object": "list", "data": [entry]}
 
     async def _describe(self, request: web.Request) -> web.StreamResponse:
@@ -287,16 +286,8 @@ class FakeOpenAIServer:
         answers = await self._script.answers(body)
         if isinstance(answers, Fault):
             return await _fault_reply(answers, request, self._stopping)
-        return web.json_response(
-            response_body(
-                body,
-                answers,
-                number=number,
-                model=self._model,
-                weight_version=self.weight_version,
-                token_ids=self._token_ids,
-            )
-        )
+        options = {"number": number, "weight_version": self.weight_version, **self._reported}
+        return web.json_response(response_body(body, answers, **options))
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
         path = request.path

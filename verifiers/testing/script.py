@@ -19,12 +19,10 @@ END_ID = ord(_END)
 
 
 def encode_text(text: str) -> list[int]:
-    """Return the token ids of a text: its code points."""
     return [ord(character) for character in text]
 
 
 def decode_ids(ids: Iterable[int]) -> str:
-    """Return the text of token ids, control characters included."""
     return "".join(map(chr, ids))
 
 

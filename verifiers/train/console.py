@@ -64,7 +64,6 @@ class ProgressLines(TrainerCallback):
         self._state: Any = None
 
     def show(self, monitor: RunMonitor) -> None:
-        """Show what a monitor measures, from now on."""
         self._monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -54,7 +54,6 @@ class DataLoop:
 
     Args:
         beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
-        demonstrations: trained on with each block.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
         log: called on every rank with the metrics of a block.
@@ -87,7 +86,6 @@ class DataLoop:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the block in training: a new run begins."""
         self._block_id: int | None = None
         self._optimizer_step = 0
         self._micro_steps: list[list[MicroBatch]] = []
@@ -278,7 +276,7 @@ class DataLoop:
         args, plan = self._args, self._plan
         # a whole block's proximal policy is that of its first update, a streamed micro-step's that of its own
         trained_again = plan.num_iterations > 1 if args.streaming else plan.updates_per_block > 1
-        copy = self._session.copy_of(self._optimizer_step) if trained_again else None
+        copy = self._session.publisher.copy_of(self._optimizer_step) if trained_again else None
         for batch in (batch for micro_batches in micro_steps for batch in micro_batches):
             if not args.vllm_importance_sampling_correction and args.may_be_stale:
                 # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler

@@ -116,11 +116,7 @@ class ImageProcessor:
     def load(
         cls, name_or_path: str | Path, tokenizer: Any, config: Any, revision: str | None = None
     ) -> ImageProcessor:
-        """Load the processor beside a model's files; raise ImageError where it has none for images.
-
-        Args:
-            config: the model's.
-        """
+        """Load the processor beside a model's files; raise ImageError where it has none for images."""
         from transformers import AutoImageProcessor
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
         from transformers.utils import cached_file

@@ -63,7 +63,7 @@ class RunLifecycle:
             prefetcher.restore(still_planned(self._plan, self._directory.pending_blocks(point.checkpoint, further)))
         self._monitor.begin(
             self.first_step if point.checkpoint else None,
-            servers=self._session.servers,
+            servers=self._session.publisher.servers,
             activity=generator.activity,
             drains=prefetcher.drains,
         )
@@ -84,7 +84,7 @@ class RunLifecycle:
 
         def give_back(error: BaseException) -> None:
             try:
-                self._session.weight_sync.close()
+                self._session.publisher.sync.close()
             finally:
                 self._monitor.end(error)
 

@@ -62,7 +62,7 @@ from verifiers.train.run_lifecycle import RunLifecycle
 from verifiers.train.run_plan import RunPlan, plan_run, with_one_bos
 from verifiers.train.weight_sync.protocol import WeightSync, refuse_untied
 from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, WeightPublisher
-from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
+from verifiers.train.weight_sync.verification import LogprobCheck
 
 logger = logging.getLogger("verifiers.train")
 
@@ -192,13 +192,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             temperature=self.temperature,
             images=self.images,
         )
-        self.check = LogprobCheck.of_run(
-            args,
-            model,
-            self._rows,
-            self._score_tokens,
-            on_result=self._log_probe,
-        )
+        self.check = LogprobCheck.of_run(args, model, self._rows, self._score_tokens, on_result=self._log_probe)
         self.publisher = WeightPublisher(
             args, client, weight_sync, self.weights, tokenizer, self._rows, self.check, self.images
         )
@@ -400,8 +394,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             names = self.images.store.keep_all(row_fields(self._rows[0])[0])
         return self.logprobs.of_tokens(prompt_ids, ids, names, together=self.weights.is_sharded)
 
-    def _log_probe(self, result: ProbeResult) -> None:
-        self._log_values({"sampling/probe_difference": result.difference})
+    def _log_probe(self, difference: float) -> None:
+        self._log_values({"sampling/probe_difference": difference})
 
     def _log_values(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -118,7 +118,6 @@ class WorkerLink:
 
         Raises:
             RolloutWorkerError: the worker died meanwhile.
-            Exception: what the environment raised.
         """
         client: RolloutClient = state["client"]
         number = next(self._numbers)
@@ -158,7 +157,6 @@ class WorkerLink:
 
         Raises:
             RolloutWorkerError: the worker died before.
-            Exception: what the rubric raised.
         """
         number, held = next(self._numbers), [state.held[1] for state in states]
         if not set(held) <= self._rollouts.keys():
@@ -327,7 +325,6 @@ class WorkerEngine(Protocol):
 
         Raises:
             NoRoomError: there is no room for it at present.
-            Exception: it cannot be started.
         """
         ...
 

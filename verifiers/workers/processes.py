@@ -17,17 +17,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S
 from verifiers.workers.pool import WorkerLink
-from verifiers.workers.worker import RolloutWorker
-from verifiers.workers.worker_setup import KEPT_LINES, last_words, set_up_process
+from verifiers.workers.worker import RolloutWorker, set_up_process
 
 logger = logging.getLogger("verifiers.workers")
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from verifiers.workers.processes import main; main({fd})"
 _POLL_S = 0.02
+_KEPT_LINES, _LAST_LINES = 500, 3
 
 
 class ProcessEngine:
@@ -63,7 +63,7 @@ class _Process:
     def __init__(self, process: subprocess.Popen[bytes], number: int) -> None:
         self._process, self._number = process, number
         self._is_killed = False
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._logging = threading.Thread(target=self._log, name=f"verifiers-worker-{number}", daemon=True)
         self._logging.start()
 
@@ -80,7 +80,7 @@ class _Process:
         await asyncio.to_thread(self._logging.join, 1.0)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        last = f"; its last output: {last_words([*self._lines])}" if code and self._lines else ""
+        last = f"; its last output: {_last_words([*self._lines])}" if code and self._lines else ""
         if code == -signal.SIGKILL:
             by = "" if self._is_killed else " by SIGKILL (by hand, or because the machine is out of memory)"
             return f"was killed{by}{last}"
@@ -99,6 +99,17 @@ class _Process:
                 text = line.decode(errors="replace").rstrip()
                 self._lines.append(text)
                 logger.info("worker %d: %s", self._number, text)
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """Return the last lines of a process, or the innermost frames on its loop, where `exit_if_blocked` ended it."""
+    begins = [number for number, line in enumerate(lines) if line.startswith("Timeout (")]
+    if not begins:
+        return " | ".join(lines[-_LAST_LINES:])
+    stacks = "\n".join(lines[begins[-1] :]).split("(most recent call first):\n")
+    stack = next((stack for stack in stacks if "in _run_once" in stack), stacks[-1])
+    frames = " | ".join(line.strip() for line in stack.splitlines()[:_LAST_LINES])
+    return f"one function has blocked the event loop or held the interpreter: {frames}"
 
 
 # -- in the worker ------------------------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ from typing import Any, cast
 import verifiers
 from verifiers.errors import ConfigError
 from verifiers.workers.pool import NoRoomError, WorkerLink
-from verifiers.workers.worker import RolloutWorker
-from verifiers.workers.worker_setup import set_up_process
+from verifiers.workers.worker import RolloutWorker, set_up_process
 
 logger = logging.getLogger("verifiers.workers")
 

@@ -105,7 +105,6 @@ class WorkerSettings(BaseModel):
 
     @property
     def workers(self) -> int:
-        """The number of workers on this machine."""
         # a container or a batch job may use fewer cores than the machine has
         usable = getattr(os, "sched_getaffinity", None)
         cores = len(usable(0)) if usable is not None else os.cpu_count() or 1

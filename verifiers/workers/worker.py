@@ -10,7 +10,9 @@ import asyncio
 import base64
 import contextlib
 import itertools
+import logging
 import pickle
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from verifiers.errors import EnvironmentLoadError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject, given_arguments, request_body
+from verifiers.interrupt import exit_if_blocked
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, present_role
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import begin_state, blames_policy, credit_of_steps, relaxed_gc
@@ -144,11 +147,10 @@ class RolloutWorker:
     """
 
     def __init__(self, prepare: Callable[[RolloutWorker, Message], None]) -> None:
-        self.connection = Connection(self._take, self._lose)
         self.ended = asyncio.Event()
+        self.connection = Connection(self._take, self.ended.set)
         self.calls = ModelCalls(self.connection)
-        self._factories: list[Callable[[], Any]] = []
-        self._envs: dict[int, Any] = {}
+        self._envs: list[Any] = []
         self._held: dict[int, State] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.guards = contextlib.ExitStack()
@@ -167,15 +169,9 @@ class RolloutWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for env in self._envs.values():
+        for env in self._envs:
             await run_teardown(env)
         await self.connection.close()
-
-    def environment(self, index: int) -> Any:
-        env = self._envs.get(index)
-        if env is None:
-            env = self._envs[index] = self._factories[index]()
-        return env
 
     def start_task(self, kind: str, number: int, work: Awaitable[None]) -> None:
         """Begin work that rank 0 may cancel by this kind and number."""
@@ -187,15 +183,11 @@ class RolloutWorker:
     def _take(self, message: Message) -> None:
         getattr(self, f"_on_{message['op']}")(message)
 
-    def _lose(self) -> None:
-        self.ended.set()
-
     def _on_load(self, message: Message) -> None:
         self._prepare(self, message)
         try:
-            self._factories = [pickle.loads(base64.b64decode(each)) for each in message["factories"]]
-            for index in range(len(self._factories)):
-                self.environment(index)
+            for each in message["factories"]:
+                self._envs.append(pickle.loads(base64.b64decode(each))())
         except Exception as error:
             failed = EnvironmentLoadError(f"{type(error).__name__}: {error}")
             self.connection.send({"op": "failed", "error": failure_data(failed.with_traceback(error.__traceback__))})
@@ -232,7 +224,7 @@ class RolloutWorker:
         state = begin_state(request, client, model, message["sampling_args"])
         told: dict[str, Any]
         try:
-            env = self.environment(message["env"])
+            env = self._envs[message["env"]]
             for place in message["path"]:
                 env = env.envs[place]
             await env.play(state)
@@ -256,7 +248,7 @@ class RolloutWorker:
             for state, (_, task) in zip(states, message["rollouts"], strict=True):
                 # as a group of environments calls it
                 state["task"] = task
-            env = self.environment(message["env"])
+            env = self._envs[message["env"]]
             scores = await env.rubric.score_group(states)
         except Exception as error:
             self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
@@ -317,3 +309,47 @@ def _plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
             # numpy's
             return _plain(value.tolist(), outer)
     return f"<{kind.__name__}>" if is_nested else repr(value)
+
+
+# -- the process of a worker -----------------------------------------------------------------------------------------
+
+
+def set_up_process(worker: RolloutWorker, load: Message, *, keeps_path: bool = False) -> None:
+    """Set up the process of a worker, as its first message says.
+
+    Args:
+        keeps_path: modules are found where this process finds them, and only then where rank 0 does.
+    """
+    own = sys.path if keeps_path else []
+    sys.path[:] = [*own, *(path for path in load["sys_path"] if path not in own)]
+    handler = _SendsLogs(asyncio.get_running_loop(), worker.connection.send)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=load["levels"]["root"], force=True)
+    logging.getLogger("verifiers").setLevel(load["levels"]["verifiers"])
+    # what the environment does while it is loaded may take its time
+    asyncio.get_running_loop().call_soon(_guard, worker.guards, load["blocked_s"])
+
+
+def _guard(guards: contextlib.ExitStack, blocked_s: float) -> None:
+    guard = asyncio.get_running_loop().create_task(exit_if_blocked(blocked_s))
+    guards.callback(guard.cancel)
+
+
+class _SendsLogs(logging.Handler):
+    """A handler that sends log records to rank 0, from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._loop, self._send = loop, send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:
+            # a mistake in the call that logs, which is printed and ends nothing
+            self.handleError(record)
+            return
+        message = {"op": "log", "name": record.name, "level": record.levelno, "text": text}
+        # the loop may have ended
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._send, message)

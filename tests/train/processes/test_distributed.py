@@ -116,7 +116,7 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
     )
     session = SimpleNamespace(generator=SimpleNamespace(close=closes("generator")), prefetcher=None)
     session._tracing = contextlib.ExitStack()
-    session._publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
+    session.publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
     evaluator = SimpleNamespace(stored=SimpleNamespace(own=set()))
     parts: Any = {
         "plan": SimpleNamespace(source=None),

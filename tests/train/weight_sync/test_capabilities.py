@@ -17,7 +17,6 @@ from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.server_client import ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import (
-    WEIGHT_SYNCS,
     DirectorySync,
     LoraSync,
     NcclSync,
@@ -255,8 +254,3 @@ def test_the_kind_follows_the_setting_and_where_the_servers_are(
     kind: str, url: str, directory: str | None, chosen: type
 ) -> None:
     assert type(choose_sync(kind, [url], directory=directory, timeout_s=1.0, api_key="EMPTY")) is chosen
-
-
-def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=f"'ipc'.*{', '.join(WEIGHT_SYNCS)}"):
-        choose_sync("ipc", ["http://127.0.0.1:1"], directory=None, timeout_s=1.0, api_key="EMPTY")

@@ -11,9 +11,9 @@ from verifiers.errors import WeightProbeError, WeightSyncError
 from verifiers.inference.server_client import NoAnswerError
 from verifiers.inference.server_pool import ServerPool
 from verifiers.train.weight_sync import verification
-from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
+from verifiers.train.weight_sync.verification import LogprobCheck
 
-FINE = ProbeResult(0.0, 8)
+FINE = 0.0
 
 
 class Restarted(ServerPool):
@@ -36,16 +36,14 @@ def pool() -> Iterator[Restarted]:
     made.stop()
 
 
-def check_with(
-    monkeypatch: pytest.MonkeyPatch, pool: ServerPool, *results: ProbeResult | WeightSyncError
-) -> list[Any]:
+def check_with(monkeypatch: pytest.MonkeyPatch, pool: ServerPool, *results: float | WeightSyncError) -> list[Any]:
     """Return the outcomes of a check whose answers compare as given."""
     given = iter(results)
 
     async def ask(*args: Any, **options: Any) -> dict[str, Any]:
         return {}
 
-    def compare(*args: Any, **options: Any) -> ProbeResult:
+    def compare(*args: Any, **options: Any) -> float:
         result = next(given)
         if isinstance(result, WeightSyncError):
             raise result
@@ -103,7 +101,7 @@ def test_a_server_that_goes_down_while_it_is_asked_leaves_the_others_compared(
             raise NoAnswerError("gone")
         return {}
 
-    def compare(server: Any, *args: Any, **options: Any) -> ProbeResult:
+    def compare(server: Any, *args: Any, **options: Any) -> float:
         compared.append(server.url)
         return FINE
 

@@ -232,7 +232,6 @@ def _tasks(deviations: Sequence[tuple[Group, float | None]]) -> dict[str, float]
 
 
 def _roles(scored: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean reward and length of each role."""
     metrics: dict[str, float] = {}
     for role in sorted({role for rollout in scored for role in rollout.role_rewards or ()}):
         given = [one for one in scored if role in (one.role_rewards or ())]

@@ -218,9 +218,6 @@ def balance_by_length(lengths: Sequence[int], micro_steps: int, ranks: int, limi
 
     Micro-batches go to the micro-step that has least to do so far, the largest first: the first micro-batch of an
     update needs the most memory. Each micro-step gets a micro-batch at least.
-
-    Args:
-        lengths: tokens of each row.
     """
     order = _longest_first(range(len(lengths)), lengths)
     joint = _joint_micro_batches([order[rank::ranks] for rank in range(ranks)], lengths, micro_steps, limit)
@@ -260,7 +257,6 @@ def balance_by_prefix(
 
     Args:
         lengths: tokens of each row, its prompt included.
-        prompts: the prompt of each row.
     """
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     rows_of: list[list[int]] = [[] for _ in numbers]

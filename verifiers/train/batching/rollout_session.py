@@ -15,7 +15,6 @@ from verifiers.envs.datasets import row_fields
 from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.errors import GenerationError
 from verifiers.images import ImageStore
-from verifiers.inference.endpoint import Backend
 from verifiers.inference.wire import refuse_biased_call
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import BatchRequest, GroupPolicy
@@ -24,7 +23,6 @@ from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.rollouts.teacher import Teacher
 from verifiers.train.batching.advantages import has_zero_variance
 from verifiers.train.config import GRPOConfig
-from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher
 from verifiers.types import RolloutKey
 
@@ -53,21 +51,11 @@ class RolloutSession:
     ) -> None:
         self._images = images
         self._args, self._envs, self._rows, self._plan = args, envs, rows, plan
-        self._sampling_args, self._publisher, self._timer = sampling_args, publisher, timer
+        self._sampling_args, self.publisher, self._timer = sampling_args, publisher, timer
         self._checks_meanwhile, self._tokenizer = checks_meanwhile, tokenizer
         self.generator: AsyncBatchGenerator | None = None
         self.prefetcher: RolloutPrefetcher | None = None
         self._tracing = contextlib.ExitStack()
-
-    @property
-    def weight_sync(self) -> WeightSync:
-        """The way that weights reach the rollout servers."""
-        return self._publisher.sync
-
-    @property
-    def servers(self) -> Backend:
-        """The rollout servers."""
-        return self._publisher.servers
 
     def open(self) -> RolloutPrefetcher:
         """Wait for the rollout servers and start the generator, where that was not done."""
@@ -76,7 +64,7 @@ class RolloutSession:
         # not in close: an evaluation may follow the training
         for env in self._envs:
             teardown_at_exit(env)
-        args, publisher = self._args, self._publisher
+        args, publisher = self._args, self.publisher
         publisher.connect(self._note_version)
         args.server_model = publisher.policy_name()
         is_zero_variance = functools.partial(
@@ -136,10 +124,6 @@ class RolloutSession:
         )
         return self.prefetcher
 
-    def copy_of(self, version: int) -> Any:
-        """Return the frozen copy of the policy for old log-probs, where one is asked for and has these weights."""
-        return self._publisher.copy_of(version)
-
     def finished_blocks(self) -> list[ScoredBlock]:
         """Return the blocks in flight that are whole; none while closed."""
         return self.prefetcher.finished_blocks() if self.prefetcher is not None else []
@@ -150,21 +134,20 @@ class RolloutSession:
         # whatever one of them raises, the rest is given back
         with contextlib.ExitStack() as stack:
             stack.callback(self._tracing.close)
-            stack.callback(self._publisher.close)
+            stack.callback(self.publisher.close)
             if generator is not None:
                 stack.callback(generator.close)
 
     def push(self, version: int) -> None:
-        """Push the present weights, stamped with a version."""
         # pushes that drain are for runs that can be repeated: nothing then runs beside a check
         drains = self.prefetcher is None or self.prefetcher.drains
-        self._publisher.push(version, may_check_meanwhile=self._checks_meanwhile and not drains)
+        self.publisher.push(version, may_check_meanwhile=self._checks_meanwhile and not drains)
 
     def publish(self, version: int) -> AsyncBatchGenerator:
         """Bring the servers to the present weights, which get this version, and return the generator."""
         self.open().sync(version)
         # after the last step nothing more would check these weights
-        self._publisher.finish_check()
+        self.publisher.finish_check()
         assert self.generator is not None
         return self.generator
 

@@ -64,8 +64,7 @@ class Dropped:
 
     @classmethod
     def whole(cls, rollout: Rollout, reason: str) -> Dropped:
-        """Return the record of a whole rollout."""
-        return cls(rollout.key, reason, tokens=rollout_tokens(rollout))
+        return cls(rollout.key, reason, tokens=sum(map(_length, rollout.rows)))
 
 
 @dataclass(slots=True)
@@ -361,11 +360,6 @@ def _replaced(block: ScoredBlock) -> list[Dropped]:
     return [Dropped.whole(one, "zero_variance" if one.is_scored else why_unscored(one)) for one in replaced]
 
 
-def rollout_tokens(rollout: Rollout) -> int:
-    """Return the prompt and completion tokens of a rollout, over its rows."""
-    return sum(map(_length, rollout.rows))
-
-
 def _length(row: TokenSequence) -> int:
     return len(row.prompt_ids) + len(row.completion_ids)
 
@@ -394,7 +388,11 @@ def _pack_update(
 ) -> MicroSteps:
     """Order, split, weight and pad the rows of some micro-steps of an update of a given size."""
     if args.env_ce_coef:
-        samples = [one if one.ce_mask else replace(one, ce_mask=_said_by_environment(one.row)) for one in samples]
+        # what nobody sampled, the environment said
+        samples = [
+            one if one.ce_mask else replace(one, ce_mask=[1 - sampled for sampled in one.row.loss_mask])
+            for one in samples
+        ]
     packing = _packing(samples, micro_steps, plan, args)
     whole = _with_padding(samples, packing)
     sampled_R = torch.tensor([sample.row.sampled_tokens for sample in whole])
@@ -408,10 +406,6 @@ def _pack_update(
     columns = {"samples": whole, "token_weights": weights_R, "ce_weights": _ce_weights(whole, args)}
     columns["update_tokens"] = torch.tensor(float(max(size.tokens, 1)))
     return _packed(columns, packing, args)
-
-
-def _said_by_environment(row: TokenSequence) -> list[int]:
-    return [1 - sampled for sampled in row.loss_mask]
 
 
 def _ce_weights(samples: Sequence[TrainingSample], args: GRPOConfig) -> Tensor:

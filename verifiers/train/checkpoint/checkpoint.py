@@ -7,6 +7,7 @@ than the weights: some 30 bytes a token (and 8 for each it was drawn from), agai
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -185,7 +186,6 @@ def model_name(model: Any) -> str | None:
 
 
 def resume_step(directory: str | Path) -> int:
-    """Return the optimizer step of a complete checkpoint, from its marker."""
     return int(_marker(directory)["optimizer_step"])
 
 
@@ -275,49 +275,41 @@ def _block_from(saved: dict[str, Any]) -> ScoredBlock:
     )
 
 
+_SAME = (
+    "prompt",
+    "completion",
+    "answer",
+    "task",
+    "reward",
+    "metrics",
+    "forks",
+    "turns",
+    "turn_rewards",
+    "turn_advantages",
+    "role_rewards",
+    "attempts",
+)
+"""Fields of a rollout that are JSON as they are."""
+
+
 def _rollout(rollout: Rollout) -> dict[str, Any]:
-    failure = rollout.failure
-    timing, usage = rollout.timing, rollout.usage
+    failure, timing, usage = rollout.failure, rollout.timing, rollout.usage
     return {
         "key": [rollout.key.example_id, rollout.key.generation],
         "outcome": rollout.outcome.value,
-        "prompt": rollout.prompt,
-        "completion": rollout.completion,
-        "answer": rollout.answer,
-        "task": rollout.task,
-        "reward": rollout.reward,
-        "metrics": rollout.metrics,
-        "rows": [
-            [
-                list(row.prompt_ids),
-                list(row.completion_ids),
-                list(row.loss_mask),
-                list(row.logprobs),
-                list(row.versions),
-                row.is_truncated,
-                row.unreported_version,
-                list(row.teacher_logprobs),
-                list(row.teacher_ids),
-                list(row.teacher_ids_logprobs),
-                row.role,
-                list(row.kept_counts),
-                list(row.kept_ids),
-                list(row.images),
-                list(row.turn_lengths.items()),
-            ]
-            for row in rollout.rows
-        ],
-        "forks": rollout.forks,
-        "turns": rollout.turns,
+        **{name: getattr(rollout, name) for name in _SAME},
+        "rows": [_row(row) for row in rollout.rows],
         "advantage": plain_advantage(rollout.advantage),
-        "turn_rewards": rollout.turn_rewards,
-        "turn_advantages": rollout.turn_advantages,
-        "role_rewards": rollout.role_rewards,
         "failure": [failure.kind, failure.text] if failure is not None else None,
-        "attempts": rollout.attempts,
         "timing": [timing.queued_s, timing.generation_s, timing.scoring_s],
         "usage": [usage.prompt_tokens, usage.completion_tokens],
     }
+
+
+def _row(row: TokenSequence) -> list[Any]:
+    columns = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    columns["turn_lengths"] = row.turn_lengths.items()
+    return [value if value is None or isinstance(value, str | int) else list(value) for value in columns.values()]
 
 
 def _row_from(*saved: Any) -> TokenSequence:
@@ -330,23 +322,12 @@ def _row_from(*saved: Any) -> TokenSequence:
 def _rollout_from(block_id: int, saved: dict[str, Any]) -> Rollout:
     failure = saved["failure"]
     return Rollout(
-        key=RolloutKey(block_id, *saved["key"]),
-        outcome=Outcome(saved["outcome"]),
-        prompt=saved["prompt"],
-        completion=saved["completion"],
-        answer=saved["answer"],
-        task=saved["task"],
-        reward=saved["reward"],
-        metrics=saved["metrics"],
+        RolloutKey(block_id, *saved["key"]),
+        Outcome(saved["outcome"]),
         rows=[_row_from(*row) for row in saved["rows"]],
-        forks=saved["forks"],
-        turns=saved["turns"],
         advantage=saved["advantage"],
-        turn_rewards=saved["turn_rewards"],
-        turn_advantages=saved["turn_advantages"],
-        role_rewards=saved["role_rewards"],
         failure=Failure(*failure) if failure is not None else None,
-        attempts=saved["attempts"],
         timing=Timing(*saved["timing"]),
         usage=Usage(*saved["usage"]),
+        **{name: saved[name] for name in _SAME},
     )

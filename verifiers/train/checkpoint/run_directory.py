@@ -64,7 +64,6 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """The optimizer step."""
         return resume_step(self.checkpoint) if self.checkpoint else 0
 
 
@@ -163,7 +162,6 @@ def _move_aside(path: Path) -> Path:
 
 
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
-    """Return the checkpoints of a directory in the order of their steps, complete or not."""
     found = [(path.name.removeprefix("checkpoint-"), path) for path in Path(output_dir).glob("checkpoint-*")]
     return [path for _, path in sorted((int(step), path) for step, path in found if step.isdigit())]
 

@@ -38,12 +38,10 @@ class EvalSet:
 
     @property
     def env_args(self) -> dict[str, Any]:
-        """Arguments of the environment, where it has them."""
         return dict(getattr(self.env, "env_args", None) or {})
 
     @functools.cached_property
     def dataset(self) -> Any:
-        """The prompts, formatted as the environment plays them."""
         if self.rows is None:
             return self.env.rows_to_evaluate(self.most)
         rows = self.rows
@@ -53,7 +51,6 @@ class EvalSet:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the prompts."""
         return fingerprint(self.dataset)
 
     @functools.cached_property

@@ -114,7 +114,8 @@ class Evaluator:
             run = self.stored.run(step, prefix, one.name, self._metadata(one, sampling, step), one.env.rubric)
             runner = _runner_of(generator, one, sampling, limiter)
             parts.append(functools.partial(self._evaluate_set, one, run, runner, one.metric_prefix(prefix)))
-        return evaluate_sets(generator, parts, self._deadline_s())
+        deadline_s = float(self._args.eval_timeout or self._args.async_generation_timeout)
+        return evaluate_sets(generator, parts, deadline_s)
 
     async def _evaluate_set(self, one: EvalSet, run: EvaluationRun, runner: Run, prefix: str) -> Measured:
         started, right_from = time.perf_counter(), self._args.eval_right_from
@@ -172,13 +173,10 @@ class Evaluator:
     # -- one evaluation -------------------------------------------------------------------------------------------
 
     def _redactor(self) -> Redactor:
-        args, (key, headers) = self._args, credentials(self._session.servers)
+        args, (key, headers) = self._args, credentials(self._session.publisher.servers)
         given = {str(place): part.env_args for place, part in enumerate(self.sets)}
         urls = list(args.server_urls or [args.server_url])
         return Redactor([secret for url in urls for secret in secrets_of_run(url, key, headers, given)])
-
-    def _deadline_s(self) -> float:
-        return float(self._args.eval_timeout or self._args.async_generation_timeout)
 
     def _sampling(self, one: EvalSet) -> dict[str, Any]:
         given = self._sampling_args
@@ -196,7 +194,10 @@ class Evaluator:
 
     def _metadata(self, one: EvalSet, sampling: dict[str, Any], weights_step: int) -> dict[str, Any]:
         args = self._args
-        urls = [url_without_secrets(each.base_url or args.server_url) for each in each_server(self._session.servers)]
+        urls = [
+            url_without_secrets(each.base_url or args.server_url)
+            for each in each_server(self._session.publisher.servers)
+        ]
         return {
             "env": one.env_name,
             **provenance(one.env_name),

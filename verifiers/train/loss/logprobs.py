@@ -383,8 +383,6 @@ def log_probs_of_copy(
     Args:
         batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C), and `kept_counts` (R, C)
             and `kept_ids` where tokens were left out.
-        batch_size: rows in one forward pass.
-        images: reads those of the rows.
     """
     width = batch["completion_ids"].size(1)
     found = []

@@ -27,7 +27,6 @@ class TokenTerms:
         old_RC: log pi_old.
         sampler_RC: log mu, of the policy that sampled.
         ratio: pi / pi_old with gradient: (R, C) of each token, or (R, 1) of each row.
-        advantage_RC: the advantages.
         correction_RC: pi_old / mu within its bounds, without gradient; 1 off the sampled tokens.
         mask_RC: True on sampled tokens.
     """

@@ -60,7 +60,6 @@ class SharedRows:
     """The layout of a micro-batch of R rows with T columns as N tokens.
 
     Attributes:
-        ids_N: token ids.
         positions_N: of each token in its row.
         place_RT: where each token of the rows is among the N; 0 for padding.
         groups: rows that share a prefix, in the layout's order.
@@ -72,7 +71,6 @@ class SharedRows:
     groups: tuple[Branches, ...]
 
     def to(self, device: Any) -> SharedRows:
-        """Return the layout on a device."""
         groups = tuple(
             one._replace(places_GC=one.places_GC.to(device), real_B=one.real_B.to(device)) for one in self.groups
         )

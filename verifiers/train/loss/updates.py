@@ -92,7 +92,6 @@ class LossMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was added: a new run begins."""
         self._found: _Found = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
@@ -157,7 +156,6 @@ class EntropyBonus:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the update that has begun."""
         self._entropy = self._tokens = self._policy_loss = 0.0
 
     @property
@@ -168,7 +166,6 @@ class EntropyBonus:
         return float(self._trainer.entropy_coef)
 
     def note(self, measured: MeasuredLoss) -> None:
-        """Add a micro-batch of the update."""
         if self.is_on:
             entropies: Tensor = measured.values["entropy"]
             self._entropy += float(entropies.sum())
@@ -215,7 +212,6 @@ class FiniteUpdates:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was counted: a new run begins."""
         self._calls: list[tuple[Tensor, Tensor, Tensor]] = []
         self._losses: list[Tensor] = []
         self._loss: float | None = None

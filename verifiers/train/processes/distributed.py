@@ -37,21 +37,17 @@ class Ranks:
 
     @property
     def index(self) -> int:
-        """The number of this rank."""
         return int(self._state.process_index)
 
     @property
     def count(self) -> int:
-        """The number of ranks."""
         return int(self._state.num_processes)
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0."""
         return bool(self._state.is_main_process)
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has come here."""
         self._state.wait_for_everyone()
 
     def gather(self, own: T) -> list[T]:
@@ -346,5 +342,4 @@ def _exit_within(seconds: float) -> None:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the type and the text of an error."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

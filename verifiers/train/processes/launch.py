@@ -75,7 +75,6 @@ def launched_server(
 
     Args:
         name: of an installed server, e.g. "embedded" or "vllm".
-        args: further command-line arguments.
         start_timeout_s: how long it may take until it listens.
         log_path: where its output goes; a temporary file when left out.
         python: the interpreter that has the server installed, where that is another environment than this one;

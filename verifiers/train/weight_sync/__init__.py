@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import is_loopback
 from verifiers.train.weight_sync.in_process import InProcessSync
 from verifiers.train.weight_sync.nccl import NcclSync
-from verifiers.train.weight_sync.protocol import ServerSync, WeightSync, has_tied_tensors, policy_tensors
+from verifiers.train.weight_sync.protocol import WeightSync, has_tied_tensors, policy_tensors
 from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 
 __all__ = [
-    "SYNC_TYPES",
-    "WEIGHT_SYNCS",
     "DirectorySync",
     "InProcessSync",
     "LoraSync",
@@ -24,11 +21,6 @@ __all__ = [
     "policy_tensors",
 ]
 
-SYNC_TYPES: dict[str, type[ServerSync]] = {sync.kind: sync for sync in (DirectorySync, NcclSync, LoraSync)}
-"""The kinds that a run can name."""
-
-WEIGHT_SYNCS = ("auto", *SYNC_TYPES)
-
 
 def choose_sync(
     kind: str, urls: Sequence[str], *, directory: str | None, timeout_s: float, api_key: str
@@ -38,8 +30,6 @@ def choose_sync(
     "auto" is a shared directory where every server is on this host, or `directory` is given (a file system that
     both sides mount); else NCCL.
     """
-    if kind not in WEIGHT_SYNCS:
-        raise ConfigError(f"weight_sync is {kind!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")
     if kind == "lora":
         return LoraSync(urls, directory, timeout_s, api_key)
     if kind == "nccl" or (kind == "auto" and directory is None and not all(map(is_loopback, urls))):

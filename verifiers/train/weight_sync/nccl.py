@@ -44,7 +44,6 @@ class NcclGroup:
         self._stream: Any = None
 
     def unique_id(self) -> bytes:
-        """Return a new id by which the group's ranks find each other."""
         from torch.cuda import nccl
 
         return bytes(nccl.unique_id())
@@ -63,7 +62,6 @@ class NcclGroup:
             self._stream.synchronize()
 
     def broadcast(self, buffer: Any) -> None:
-        """Begin to send a tensor of bytes to all ranks."""
         import torch
         from torch.cuda import nccl
 
@@ -92,7 +90,6 @@ class NcclSync(ServerSync):
     group for each; with torch's NCCL on the present CUDA device when left out.
     """
 
-    kind = "nccl"
     can_send_tied = True
 
     def __init__(

@@ -98,8 +98,6 @@ class ServerSync(WeightSync):
         timeout_s: deadline for one push, in seconds; a single server may be restarted within it.
     """
 
-    kind: str
-    """The name in `weight_sync`."""
     pool: ServerPool
 
     def __init__(self, base_url: str | Sequence[str], timeout_s: float = 120.0, api_key: str = "EMPTY") -> None:

@@ -83,7 +83,6 @@ class PolicyWeights:
 
     @property
     def is_sharded(self) -> bool:
-        """True where the ranks hold parts of the parameters only."""
         return is_sharded(self.model)
 
     def gather(self, tied: bool, adapter_only: bool) -> dict[str, Tensor]:
@@ -142,7 +141,6 @@ class WeightPublisher:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids that the trained model has, where its config says so."""
         return vocab_size_of(self._weights.model)
 
     # -- before the first push ------------------------------------------------------------------------------------

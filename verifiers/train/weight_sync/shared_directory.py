@@ -78,7 +78,6 @@ class VersionFiles:
         return partial.rename(directory)
 
     def keep_only(self, directory: Path) -> None:
-        """Remove every version but this one."""
         for other in self.directory().iterdir():
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
@@ -144,7 +143,6 @@ class DirectorySync(ServerSync):
             is no /dev/shm, when left out.
     """
 
-    kind = "directory"
     can_send_tied = True
 
     def __init__(
@@ -201,7 +199,6 @@ class LoraSync(DirectorySync):
         name: of the adapter at the server; the policy's name in requests.
     """
 
-    kind = "lora"
     keeps_requests = False
     can_send_tied = False
     sends_adapter = True

@@ -10,7 +10,7 @@ import pytest
 import torch
 from verifiers_embedded.engine import scoring
 
-from verifiers.inference.server_load import ServerLoad
+from verifiers.inference.server_pool import ServerLoad
 
 
 async def test_several_choices_differ_and_the_first_is_that_of_a_single_one(start: Any) -> None:
