@@ -177,8 +177,9 @@ def test_the_documented_command_trains_on_two_processes_and_speaks_once(model_di
         re.M,
     )
     assert documented is not None
+    any_port = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
     done = subprocess.run(
-        [*sharded_world.torchrun(2), *documented[1].split(), str(run_file)],
+        [sys.executable, "-m", "torch.distributed.run", *any_port, *documented[1].split(), str(run_file)],
         capture_output=True,
         text=True,
         timeout=110,
