@@ -16,7 +16,6 @@ import tiny_world
 import torch
 from tiny_models import character_tokenizer, write_random_qwen3
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
 
 import verifiers as vf
 from verifiers.errors import ConfigError, NothingScoredError, ProviderError
@@ -36,9 +35,8 @@ def teacher(other_model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
 
 def all_log_probs(directory: Path, ids: list[int]) -> Tensor:
     """Return (T - 1, V) log-probs of what follows each token, by transformers alone."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
-        return model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return tiny_world.plain_model(directory)(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
 
 def rows_of(trainer: Any) -> Iterator[tuple[list[int], int, dict[str, Tensor], int]]:
