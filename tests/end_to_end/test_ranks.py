@@ -83,11 +83,11 @@ def start(
 @pytest.mark.parametrize(
     ("env", "ranks", "settings"),
     [
-        ("single", (1, 2, 4), {"loss_type": "dapo"}),
+        ("single", (1, 4), {"loss_type": "dapo"}),
         ("forking", (1, 2), {"loss_type": "dapo", "streaming": True, "max_tokens_per_micro_batch": 80}),
         ("forking", (1, 2), {"kl_in_reward": True, "beta": 0.5, "advantage_estimator": "reinforce_plus_plus"}),
     ],
-    ids=["1, 2 and 4", "forking, streaming and a budget", "kl in the reward"],
+    ids=["four", "forking, streaming and a budget", "kl in the reward"],
 )
 def test_any_number_of_ranks_trains_the_rows_and_reaches_the_loss_and_weights_of_one(
     forks: Forks,
