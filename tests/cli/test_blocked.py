@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
 import signal
@@ -206,10 +205,7 @@ def test_a_hang_up_ends_work_at_once() -> None:
             signal.raise_signal(signal.SIGHUP)
             await asyncio.sleep(0.1)
 
-    try:
-        asyncio.run(hang_up())
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    asyncio.run(hang_up())
     assert (work.exit_code, work.is_aborted) == (129, True)
 
 

@@ -274,8 +274,6 @@ PYTHON_MATH: dict[str, Policy] = {
 
 # -- judged_rewrite -----------------------------------------------------------------------------------------------
 
-DAY = r"(?:Mon|Tues|Wednes|Thurs|Fri)day (?:morning|noon|afternoon|evening)"
-
 
 def scripted_judge(body: dict[str, Any]) -> str:
     """Says yes to a message with a please in it, without the rude words."""
