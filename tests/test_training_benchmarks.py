@@ -141,7 +141,14 @@ def test_the_way_of_a_rollout_and_of_a_block_is_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_the_gsm8k_benchmark_runs_end_to_end_on_ten_problems(tmp_path: Path) -> None:
+def test_the_gsm8k_benchmark_runs_end_to_end_on_ten_problems(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # test_warm_start.py trains until a model is right: this one is as it is after the first look at its answers
+    warm_start = importlib.import_module("verifiers.train.tiny_model.warm_start")
+    train = warm_start.warm_start
+    monkeypatch.setattr(warm_start, "warm_start", lambda *of, **told: train(*of, **{**told, "window": (0.0, 1.0)}))
+    load("suites").make_tiny_start(tmp_path / "tiny" / "model")
     command = [
         sys.executable,
         str(BENCHMARKS / "gsm8k.py"),

@@ -48,17 +48,6 @@ def with_plain(func: Callable[..., float], rows: Any = ROWS) -> vf.Environment:
     return single(func, rows, rows[:1] and ROWS[:5] if rows is not ROWS else ROWS[:5], parser=vf.Parser())
 
 
-class Counting(vf.Rubric):
-    """Scores by how often it was called."""
-
-    async def score_states(self, states: Any) -> Any:
-        self.calls = getattr(self, "calls", 0) + 1
-        scores = await super().score_states(states)
-        for score in scores:
-            score["metrics"]["right"] = float(self.calls)
-        return scores
-
-
 class Noting(vf.SingleTurnEnv):
     """Keeps on the environment how many rollouts are being played."""
 

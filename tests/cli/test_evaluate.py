@@ -100,12 +100,11 @@ def test_tool_calls_that_fail_are_counted_and_the_first_is_named(
     assert [len(row["tool_call_errors"]) for row in results.rows] == [2, 2]
 
 
-@pytest.mark.parametrize("workers", ["inline", "processes:1"])
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("answer", "why", "workers"),
     [
-        ({"content": "", "refusal": "I\nwill not."}, "I\nwill not."),
-        ({"content": "4", "finish_reason": "content_filter"}, "content_filter"),
+        ({"content": "", "refusal": "I\nwill not."}, "I\nwill not.", "processes:1"),
+        ({"content": "4", "finish_reason": "content_filter"}, "content_filter", "inline"),
     ],
 )
 def test_refusals_and_filtered_answers_are_counted_and_stand_in_row_and_report(

@@ -104,7 +104,9 @@ def test_an_environment_whose_code_changed_is_another_run(server: FakeOpenAIServ
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("twice", [False, True], ids=["Ctrl-C", "Ctrl-C twice"])
-def test_an_interrupt_saves_what_is_finished(env_name: str, twice: bool, results: Any) -> None:
+def test_an_interrupt_saves_what_is_finished(
+    env_name: str, twice: bool, results: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     gate = threading.Event()
 
     async def answer(body: dict[str, Any]) -> str:
@@ -137,6 +139,6 @@ def test_an_interrupt_saves_what_is_finished(env_name: str, twice: bool, results
         assert f"vf-eval: interrupted at {done} of 30 rollouts; the same command continues" in err
         assert f"{done} completed" in out
         asked = server.request_count
-        done_again = subprocess.run([*command, "-r", "5", "--json"], capture_output=True, text=True, env=env)
-        assert json.loads(done_again.stdout)["outcomes"] == {"completed": 30}
+        assert main([*command[3:], "-r", "5", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["outcomes"] == {"completed": 30}
         assert server.request_count == asked + 30 - done

@@ -28,12 +28,6 @@ def launcher_environment(name: str) -> dict[str, str]:
     return {key: value for key, value in environment.items() if key.startswith(OURS)}
 
 
-def torchrun(ranks: int) -> list[str]:
-    """Return the start of a command that runs a script on some ranks, with a free port."""
-    free = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    return [PYTHON, "-m", "torch.distributed.run", *free, "--nproc_per_node", str(ranks)]
-
-
 def start_ranks(
     command: Sequence[str], ranks: int, logs: Path, environment: Mapping[str, str] | None = None
 ) -> list[subprocess.Popen[bytes]]:

@@ -27,14 +27,8 @@ def largest_difference(trainer: Any, batch: dict[str, Any]) -> float:
     return float((batch["current_logps"] - batch["sampler_logps"])[sampled].abs().max())
 
 
-@pytest.mark.parametrize(
-    ("make_env", "temperature"),
-    [(tiny_world.Rewriting, 0.7), pytest.param(tiny_world.Dialogue, 1.0, marks=pytest.mark.slow)],
-)
-def test_trainer_and_sampler_agree_before_and_after_every_push(
-    make_trainer: Callable[..., Any], make_env: Any, temperature: float
-) -> None:
-    trainer = make_trainer(make_env(), temperature=temperature, max_steps=3, learning_rate=5e-3)
+def test_trainer_and_sampler_agree_before_and_after_every_push(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.Rewriting(), temperature=0.7, max_steps=3, learning_rate=5e-3)
     trainer.keeps_logps = True
     before = tiny_world.weights(trainer)
     trainer.train()

@@ -6,24 +6,19 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import sharded_world
 import tiny_world
 import torch
 from fault_cells import assert_in_time, crowding
-from forks import Forks
+from forks import Forked, Forks
 
 from verifiers.train.checkpoint.block_log import read_block_log
-
-SCRIPT = Path(__file__).parent / "run_training.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,24 +30,26 @@ ENDS_WITHIN_S = 5.0
 
 @dataclass
 class Launched:
-    """A run of two ranks under torchrun."""
+    """A run of two ranks under the supervision that torchrun is made of."""
 
-    launcher: subprocess.Popen[bytes]
+    forks: Forks
+    launcher: Forked
     directory: Path
 
     @property
     def printed(self) -> str:
-        return (self.directory / "log").read_text(errors="replace")
+        return self.launcher.log.read_text(errors="replace")
 
     def broke_at(self) -> float:
         return float((self.directory / "broke").read_text())
 
     def assert_ended_with(self, cause: str) -> float:
-        """All processes have ended, and torchrun names the cause; gives the time as a share of its bound."""
-        code, ended_at = self.launcher.wait(400), time.time()
+        """All processes have ended, and the launcher names the cause; gives the time as a share of its bound."""
+        code, ended_at = self.forks.wait(self.launcher, 400), time.time()
         assert code != 0
         assert re.search(cause, self.printed.rpartition("Root Cause")[2], re.S), self.printed[-6000:]
-        assert not [process for process in psutil.process_iter(["cmdline"]) if self._is_ours(process.info)]
+        with pytest.raises(ProcessLookupError):
+            os.killpg(self.launcher.pid, 0)
         return (ended_at - self.broke_at()) / ENDS_WITHIN_S
 
     def has_given_back(self) -> bool:
@@ -65,13 +62,12 @@ class Launched:
     def stopped_by(self) -> str:
         return str(json.loads((self.directory / "run.json").read_text())["stopped_by"])
 
-    def _is_ours(self, info: dict[str, Any]) -> bool:
-        return any(str(self.directory) in word for word in info["cmdline"] or ())
-
 
 @pytest.fixture
-def start(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) -> Callable[..., Launched]:
-    """Start the training script on two ranks; the second one may break in some way."""
+def start(
+    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+) -> Callable[..., Launched]:
+    """Start a training on two ranks; the second one may break in some way."""
 
     def run(env: str, breaks: str | None = None) -> Launched:
         directory = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
@@ -79,9 +75,7 @@ def start(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) ->
         settings = {"per_device_train_batch_size": 2, "max_steps": 5, "weight_sync_dir": str(directory / "pushed")}
         given = {"model": str(model_dir), "url": server.url, "output_dir": str(directory), "env": env}
         given |= {"settings": settings, "breaks": breaks}
-        with open(directory / "log", "wb") as log:
-            command = [*sharded_world.torchrun(2), str(SCRIPT), json.dumps(given)]
-            return Launched(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), directory)
+        return Launched(forks, forks.start("run_training:run", given, directory / "log", ranks=2), directory)
 
     return run
 
@@ -89,11 +83,11 @@ def start(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("env", "ranks", "settings"),
     [
-        ("single", (1, 2, 4), {"loss_type": "dapo"}),
+        ("single", (1, 4), {"loss_type": "dapo"}),
         ("forking", (1, 2), {"loss_type": "dapo", "streaming": True, "max_tokens_per_micro_batch": 80}),
         ("forking", (1, 2), {"kl_in_reward": True, "beta": 0.5, "advantage_estimator": "reinforce_plus_plus"}),
     ],
-    ids=["1, 2 and 4", "forking, streaming and a budget", "kl in the reward"],
+    ids=["four", "forking, streaming and a budget", "kl in the reward"],
 )
 def test_any_number_of_ranks_trains_the_rows_and_reaches_the_loss_and_weights_of_one(
     forks: Forks,
@@ -168,28 +162,18 @@ def test_an_error_of_rank_1_is_the_root_cause_and_the_end_of_rank_0(start: Calla
     assert_in_time(run)
 
 
-def test_a_rank_that_is_killed_is_named_and_ends_the_other(start: Callable[..., Launched]) -> None:
-    def run() -> float:
-        launched = start("single", "kill")
-        share = launched.assert_ended_with(r"rank +: 1 .*Signal 9 \(SIGKILL\)")
-        assert launched.has_given_back()
-        return share
-
-    assert_in_time(run)
-
-
 def test_a_signal_to_the_launcher_ends_ranks_that_are_inside_collectives(start: Callable[..., Launched]) -> None:
     def run() -> float:
         launched = start("single", "alone")
         deadline = time.monotonic() + 300
         while not (launched.directory / "broke").exists():
             assert time.monotonic() < deadline
-            assert launched.launcher.poll() is None, launched.printed[-6000:]
+            assert launched.launcher.code is None, launched.printed[-6000:]
             time.sleep(0.02)
         # both are now in collectives that nobody ends, unless they are ended from outside
         time.sleep(0.5)
         (launched.directory / "broke").write_text(str(time.time()))
-        os.kill(launched.launcher.pid, signal.SIGTERM)
+        launched.launcher.kill(signal.SIGTERM)
         share = launched.assert_ended_with("")
         assert launched.has_given_back()
         assert launched.stopped_by() == "ended by SIGTERM"

@@ -199,7 +199,7 @@ class Killed:
         return code != 0
 
 
-STEPS = 30
+STEPS = 20
 SHORT = {
     "max_steps": STEPS,
     "save_strategy": "steps",
@@ -264,7 +264,7 @@ def test_a_run_killed_at_random_moments_trains_every_planned_row_once_and_in_ord
         assert same(whole.weights(), killed.weights())
 
 
-LEVELS = {"datasets": ["d0", "d1", "d2"], "window": 4, "raise_at": 0.55, "lower_at": 0.25, "passes_at": 2.0}
+LEVELS = {"datasets": ["d0", "d1", "d2"], "window": 2, "raise_at": 0.55, "lower_at": 0.25, "passes_at": 2.0}
 
 
 @pytest.mark.slow

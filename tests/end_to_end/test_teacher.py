@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +14,9 @@ import tiny_world
 import torch
 from tiny_models import character_tokenizer, write_random_qwen3
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
 
 import verifiers as vf
+from verifiers.cli.train import main
 from verifiers.errors import ConfigError, NothingScoredError, ProviderError
 from verifiers.inference.retry import RetryPolicy
 from verifiers.monitoring.run_log import read_lines
@@ -36,9 +34,8 @@ def teacher(other_model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
 
 def all_log_probs(directory: Path, ids: list[int]) -> Tensor:
     """Return (T - 1, V) log-probs of what follows each token, by transformers alone."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
-        return model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return tiny_world.plain_model(directory)(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
 
 def rows_of(trainer: Any) -> Iterator[tuple[list[int], int, dict[str, Tensor], int]]:
@@ -166,14 +163,13 @@ def load_environment():
 
 @pytest.mark.slow
 def test_a_run_file_serves_its_teacher_beside_the_trainer(
-    tmp_path: Path, model_dir: Path, other_model_dir: Path
+    tmp_path: Path, model_dir: Path, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "letters_env.py").write_text(LETTERS_ENV)
-    (tmp_path / "run.toml").write_text(RUN_FILE.format(policy=model_dir, teacher=other_model_dir))
-    command = [sys.executable, "-m", "verifiers.cli.train", "run.toml"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert sum("teacher_kl" in line for line in read_lines(tmp_path / "out" / "metrics.jsonl")) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("letters_env.py").write_text(LETTERS_ENV)
+    Path("run.toml").write_text(RUN_FILE.format(policy=model_dir, teacher=other_model_dir))
+    assert main(["run.toml"]) == 0
+    assert sum("teacher_kl" in line for line in read_lines(Path("out/metrics.jsonl"))) == 2
 
 
 # -- what does not answer -------------------------------------------------------------------------------------------

@@ -49,18 +49,10 @@ def test_three_steps_in_workers_train_the_weights_of_three_steps_inline(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("workers", ["processes:2", pytest.param("ray:2", marks=pytest.mark.ray)])
 def test_a_run_with_workers_goes_on_from_its_checkpoint(
-    new_trainer: Callable[..., Any],
-    model_dir: Any,
-    tmp_path: Path,
-    workers: str,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    new_trainer: Callable[..., Any], model_dir: Any, tmp_path: Path
 ) -> None:
     """Stopped in its third step, after a checkpoint of the second, with rollouts of the fourth in its workers."""
-    if workers.startswith("ray"):
-        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster").address)
     settings = {
         "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "num_iterations": 1, "drain_before_sync": True,
     }  # fmt: skip
@@ -71,9 +63,9 @@ def test_a_run_with_workers_goes_on_from_its_checkpoint(
     with tiny_world.EmbeddedServer(model_dir, slots=1) as server:
         whole = trainer("inline", "whole")
         whole.train()
-        cut = trainer(workers, "cut")
+        cut = trainer("processes:2", "cut")
         tiny_world.stop(cut, 3)
-        second = trainer(workers, "cut")
+        second = trainer("processes:2", "cut")
         second.train(resume_from_checkpoint=True)
     assert second.seen[0]["step"] == 2
     before, after = tiny_world.weights(whole), tiny_world.weights(second)

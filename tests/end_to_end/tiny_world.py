@@ -6,6 +6,7 @@ Imported by the tests and by the scripts that they run in processes of their own
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,11 +68,16 @@ def make_model(directory: Path, *, seed: int = 0, tied: bool = False, vocab_size
     return write_random_qwen3(directory, tokenizer, seed=seed, tie_word_embeddings=tied, vocab_size=size)
 
 
+@functools.cache
+def plain_model(directory: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
 def plain_log_probs(
     state: Mapping[str, torch.Tensor], directory: Path, ids: Sequence[int], temperature: float
 ) -> list[float]:
     """Log-probs of ids[1:] by transformers alone: no padding, no code of ours, no patched forward."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = plain_model(directory)
     model.load_state_dict(dict(state))
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(ids)])).logits[0, :-1]

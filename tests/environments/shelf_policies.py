@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import math
@@ -273,8 +274,6 @@ PYTHON_MATH: dict[str, Policy] = {
 
 # -- judged_rewrite -----------------------------------------------------------------------------------------------
 
-DAY = r"(?:Mon|Tues|Wednes|Thurs|Fri)day (?:morning|noon|afternoon|evening)"
-
 
 def scripted_judge(body: dict[str, Any]) -> str:
     """Says yes to a message with a please in it, without the rude words."""
@@ -383,11 +382,14 @@ POLICIES: dict[str, dict[str, Policy]] = {
 }
 
 
+_usual = functools.cache(vf.load_environment)
+
+
 @contextlib.contextmanager
 def open_environment(name: str, **arguments: Any) -> Iterator[vf.Environment]:
-    """Yield the environment, with a judge for the one that needs one."""
-    if name.replace("-", "_") != "judged_rewrite":
-        yield vf.load_environment(name, **arguments)
+    """Yield the environment, made once without arguments, with a judge for the one that needs one."""
+    if name != "judged_rewrite":
+        yield vf.load_environment(name, **arguments) if arguments else _usual(name)
         return
     with FakeOpenAIServer(scripted_judge) as judge:
         yield vf.load_environment(name, **{"judge_base_url": judge.url, **arguments})

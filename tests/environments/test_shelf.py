@@ -96,7 +96,7 @@ def test_training_and_evaluation_rows_are_distinct(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_arguments_give_the_same_rows_and_another_seed_gives_others(name: str) -> None:
     def rows(**arguments: Any) -> tuple[list[str], list[str]]:
-        with open_environment(name, **arguments) as env:
+        with open_environment(name, **{"num_train": 40, "num_eval": 20, **arguments}) as env:
             return rows_of(env.get_dataset()), rows_of(env.get_eval_dataset())
 
     usual = rows()

@@ -60,7 +60,7 @@ def sentences_and_objects(dataset: Any) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
 def test_evaluation_shares_no_template_and_no_object_with_training(level: int) -> None:
-    env = vf.load_environment("structured-output", level=level, num_train=5000, num_eval=1000)
+    env = vf.load_environment("structured-output", level=level, num_train=2000, num_eval=500)
     train, evaluation = (sentences_and_objects(data) for data in (env.get_dataset(), env.get_eval_dataset()))
     assert not train[0] & evaluation[0]
     assert not train[1] & evaluation[1]

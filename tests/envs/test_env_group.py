@@ -43,16 +43,6 @@ class Chatty(vf.MultiTurnEnv):
         return [{"role": "user", "content": "more"}], state
 
 
-class OnlyFirst(vf.Environment):
-    """Owns its rollout, with the first generation's signature."""
-
-    async def rollout(self, client: Any, model: str, prompt: Any, answer: str = "", task: str = "default",
-                      info: Any = None, sampling_args: Any = None, **kwargs: Any) -> Any:  # fmt: skip
-        response = await self.get_model_response(client, model, prompt, sampling_args=sampling_args)
-        completion = [{"role": "assistant", "content": response.choices[0].message.content}]
-        return completion, {"responses": [response], "task": task}
-
-
 async def modern(env: Any, client: FakeClient, rollouts: int = 1, **sampling: Any) -> ScoredBlock:
     runner = Run(env, ClientBackend(client), "m", {**env.sampling_args, **sampling})
     return ScoredBlock(0, await runner.run_groups(iter_requests(env.get_eval_dataset(), rollouts, None)))

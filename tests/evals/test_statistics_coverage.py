@@ -9,7 +9,7 @@ import pytest
 
 from verifiers.evals.statistics import mean_and_stderr_clustered
 
-SIMULATIONS, ROLLOUTS = 4000, 8
+SIMULATIONS, ROLLOUTS = 2000, 8
 
 
 @pytest.mark.parametrize("prompts", [10, 30, 100])

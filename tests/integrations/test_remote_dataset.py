@@ -19,7 +19,7 @@ from remote_world import RecordingServer
 from verifiers.errors import ConfigError, GradingError, InfraError
 from verifiers.integrations.dataserver_trl import RemoteRLDataset, remote_reward
 
-CADENCE = list(itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 4, 16)))
+CADENCE = list(itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 4)))
 STEPS = 8
 
 

@@ -14,12 +14,11 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "turns.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("turns", "held_mb", "added_mb"), [(20, 1.0, 10.0), (100, 4.0, 40.0)])
-def test_memory_grows_with_the_tokens_and_not_with_their_square(turns: int, held_mb: float, added_mb: float) -> None:
+def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--turns", str(turns)], capture_output=True, text=True, check=True
+        [sys.executable, str(BENCHMARK), "--turns", "100"], capture_output=True, text=True, check=True
     )
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["held_mb"] < held_mb
+    assert figures["held_mb"] < 4.0
     # eight rollouts, in the process's resident memory
-    assert figures["added_mb"] < added_mb
+    assert figures["added_mb"] < 40.0

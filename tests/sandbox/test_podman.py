@@ -119,7 +119,7 @@ async def test_many_containers_one_after_the_other_leave_nothing() -> None:
 
     await use()
     before = set(os.listdir("/proc/self/fd"))
-    for _ in range(50):
+    for _ in range(10):
         assert await asyncio.gather(*(use() for _ in range(4))) == ["x"] * 4
     assert set(os.listdir("/proc/self/fd")) == before
     # other tests have theirs beside this one

@@ -175,17 +175,13 @@ subprocess.Popen(child, start_new_session=True, stdout=subprocess.DEVNULL, stder
 @pytest.mark.parametrize(
     ("program", "options", "outcome", "text"),
     [
-        ("ask('hi'); sys.exit('no idea')", {}, FAILED, "exit code 1; its stderr ends with 'no idea'"),
-        ("ask('hi'); os.kill(os.getpid(), 9)", {}, FAILED, "killed by signal 9"),
         ("ask('hi'); held = bytearray(1 << 30)", {}, FAILED, "emory"),
         ("print(1)", {}, FAILED, "without an answer of the policy; does it use OPENAI_BASE_URL"),
-        ("ask('hi')", {"result": "r"}, FAILED, "left no file 'r' with a reward"),
-        ("ask('hi'); open('r', 'w').write('NaN')", {"result": "r"}, FAILED, "not a finite number"),
         ("ask('hi'); time.sleep(600)", {"rollout_timeout_s": 5.0}, Outcome.TIMED_OUT, "rollout_timeout_s=5"),
         ("time.sleep(600)", {"timeout_seconds": 3.0}, FAILED, "no answer of the policy"),
         ("ask('hi')", {"faults": [Fault(400)]}, Outcome.PROVIDER_ERROR, "400"),
     ],
-    ids=["exit", "kill", "memory", "silent", "no-result", "nan", "hang", "hang-without-a-call", "provider"],
+    ids=["memory", "silent", "hang", "hang-without-a-call", "provider"],
 )  # fmt: skip
 async def test_a_program_that_fails_has_no_reward_and_leaves_no_process(
     isolation: IsolationLevel,
@@ -196,11 +192,9 @@ async def test_a_program_that_fails_has_no_reward_and_leaves_no_process(
     marker: str,
     wait_until_gone: Callable[[str], None],
 ) -> None:
-    options = dict(options)
+    options = {"rubric": vf.Rubric(funcs=[lambda completion: 1.0]), **options}
     faults = options.pop("faults", None)
     limits = {name: options.pop(name) for name in ("rollout_timeout_s",) if name in options}
-    if "result" not in options:
-        options["rubric"] = vf.Rubric(funcs=[lambda completion: 1.0])
     env = env_of(OUTLIVED + program, isolation, marker, **options)
     async with FakeOpenAIServer("42", faults=faults) as server:
         rollout = await played(env, server, **limits)
@@ -315,9 +309,9 @@ async def test_nothing_that_a_program_leaves_keeps_it_from_being_scored(isolatio
 
 
 ENDS = {
-    "exit": ("ask('hi'); sys.exit(3)", "exit code 3"),
-    "signal": ("ask('hi'); os.kill(os.getpid(), 9)", "signal 9"),
-    "no-result": ("ask('hi')", "left no file"),
+    "exit": ("ask('hi'); sys.exit('no idea')", "exit code 1; its stderr ends with 'no idea'"),
+    "signal": ("ask('hi'); os.kill(os.getpid(), 9)", "killed by signal 9"),
+    "no-result": ("ask('hi')", "left no file 'r' with a reward"),
     "bad-result": ("ask('hi'); open('r', 'w').write('NaN')", "not a finite number"),
     "folder": ("ask('hi'); os.mkdir('r')", "cannot be read"),
 }
@@ -325,12 +319,13 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_program_that_fails_by_itself_is_zero_where_the_environment_says_so(
-    isolation: IsolationLevel, end: str
+    isolation: IsolationLevel, end: str, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
     program, text = ENDS[end]
     async with FakeOpenAIServer("42") as server:
         rollout = await played(env_of(program, isolation, result="r", failed_program="zero"), server)
-        unscored = await played(env_of(program, isolation, result="r"), server)
+        unscored = await played(env_of(OUTLIVED + program, isolation, marker, result="r"), server)
+    wait_until_gone(marker)
     assert (rollout.outcome, rollout.reward, rollout.metrics) == (Outcome.COMPLETED, 0.0, {"failed_program": 1.0})
     assert text in rollout.state["result"]["failed_program"]
     assert len(rollout.rows) == 1

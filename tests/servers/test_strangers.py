@@ -105,7 +105,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tu
                     env={**os.environ, **variables},
                 )
             stack.callback(process.wait, 60)
-            stack.callback(process.terminate)
+            stack.callback(process.kill)
             while not (found := re.search(r"(http://127\.0\.0\.1:\d+)", log.read_text())):
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.02)

@@ -56,29 +56,21 @@ def call(url: str, body: Any = None) -> Any:
         return json.load(response)
 
 
-@pytest.mark.slow
-def test_the_process_says_where_it_listens_serves_and_ends_on_sigterm(
-    spawn: Any, model_dir: Path, tmp_path: Path
-) -> None:
-    port_file = tmp_path / "port"
-    process = spawn("--model", str(model_dir), "--port-file", str(port_file), "--served-model-name", "policy")
-    line = process.stdout.readline()
-    found = re.search(r"listening on (http://127\.0\.0\.1:(\d+))$", line.strip())
-    assert found, line + process.stderr.read()
+def test_it_says_where_it_listens_serves_and_ends_on_sigterm(run_command: Any, model_dir: Path) -> None:
+    def ask(url: str) -> tuple[str, float]:
+        messages = [{"role": "user", "content": "hi"}]
+        answer = call(url + "/v1/chat/completions", {"model": "policy", "messages": messages})
+        assert answer["usage"]["completion_tokens"] > 0
+        call(url + "/pause?mode=keep", {})
+        return url, time.monotonic()
+
+    ended = run_command(main, "--model", str(model_dir), "--served-model-name", "policy", ask=ask)
+    url, signalled_at = ended.answer
+    assert time.monotonic() - signalled_at < 20
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith(f" listening on {url}\n")
     for part in ("policy", "parameters", "cpu", "float32", "64 slots", "KV cache at most 8.0 MiB"):
-        assert part in line
-    while not port_file.exists():
-        time.sleep(0.01)
-    assert port_file.read_text() == found.group(2) + "\n"
-    messages = [{"role": "user", "content": "hi"}]
-    answer = call(found.group(1) + "/v1/chat/completions", {"model": "policy", "messages": messages})
-    assert answer["usage"]["completion_tokens"] > 0
-    call(found.group(1) + "/pause?mode=keep", {})
-    begun = time.monotonic()
-    process.terminate()
-    assert process.wait(timeout=30) == 0
-    assert time.monotonic() - begun < 20
-    assert process.stderr.read() == ""
+        assert part in ended.out
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from step_gate import StepGate
 from verifiers_embedded.engine.loading import load_model
 from verifiers_embedded.in_process_server import InProcessServer
 
-PUSHES = 20
+PUSHES = 10
 Weights = dict[str, torch.Tensor]
 
 
