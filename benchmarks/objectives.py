@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "?": lambda text: not text.isalnum(),
 }
 TURNS = 4
-TURN_STEPS = 40
+TURN_STEPS = 120
 SIDES = {"turns": ("by_turn", "by_rollout"), "distillation": ("with_teacher", "alone")}
 COMMON: dict[str, Any] = {
     "rollout_device": "cpu",
