@@ -77,7 +77,7 @@ def plain_log_probs(
     state: Mapping[str, torch.Tensor], directory: Path, ids: Sequence[int], temperature: float
 ) -> list[float]:
     """Log-probs of ids[1:] by transformers alone: no padding, no code of ours, no patched forward."""
-    model = plain_model(directory)
+    model = copy.deepcopy(plain_model(directory))
     model.load_state_dict(dict(state))
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(ids)])).logits[0, :-1]

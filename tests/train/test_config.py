@@ -19,6 +19,7 @@ from verifiers.train.config import GRPOConfig, grpo_defaults
 from verifiers.train.conflicts import UNSUPPORTED
 from verifiers.train.models import warn_of_lost_updates
 from verifiers.train.run_plan import training_sampling_args
+from verifiers.train.weight_sync.publisher import dtype_of_copy
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,40 @@ def test_trainer_and_server_take_turns_where_they_share_a_cpu_unless_told_otherw
     tmp_path: Path, options: dict[str, Any], ahead: int
 ) -> None:
     assert GRPOConfig(str(tmp_path), use_cpu=True, **options).num_batches_ahead == ahead
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "shared"),
+    [("cuda", 1, "GPU"), ("cuda:0", 1, "GPU"), ("cuda:1", 1, None), ("cuda:1", 2, "GPU"), (None, 1, None)],
+)
+def test_a_copy_on_the_gpu_of_any_rank_shares_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str | None, ranks: int, shared: str | None
+) -> None:
+    config = GRPOConfig(str(tmp_path), use_cpu=True, rollout_device=device)
+    assert config.rollout_chunk_size == (64 if device is None else 256)
+    config.use_cpu = False
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert config.shared_device == shared
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({}, None),
+        ({"bf16": True, "rollout_device": "cpu"}, None),
+        ({"bf16": True, "old_logprobs_on_rollout_device": True}, None),
+        ({"bf16": True, "cast_lm_head_to_fp32": True}, None),
+    ],
+    ids=str,
+)
+def test_the_copy_on_a_gpu_has_the_half_precision_that_the_trainer_computes_in(
+    settings: dict[str, Any], dtype: torch.dtype | None
+) -> None:
+    names = ("bf16", "fp16", "old_logprobs_on_rollout_device", "cast_lm_head_to_fp32")
+    args: Any = SimpleNamespace(**{**dict.fromkeys(names, False), "rollout_device": "cuda:0", **settings})
+    assert dtype_of_copy(args) is dtype
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def _in_turns(shares: Mapping[str, float], num_batches_ahead: int, device: str) 
         return Finding(
             f"shared {device}",
             f"the trainer and the rollout server compute on the same {device} at one time",
-            f"num_batches_ahead=0: both share {shared}, so let them take turns with all of it",
+            f"num_batches_ahead=0: both share {shared}, so let them take turns",
         )
     return Finding(
         f"shared {device}",

@@ -32,8 +32,8 @@ class GRPOConfig(trl.GRPOConfig):
 
     Args:
         num_batches_ahead: blocks generated ahead of the one being trained; 0 is strictly on policy. Left out, 0 where
-            the rollout servers that the settings name share the CPU that trains (each then has all cores while the
-            other waits), else 1.
+            the rollout servers that the settings name share the CPU that trains, or `rollout_device` the GPU (each
+            then has all of it while the other waits), else 1.
         max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update. Blocks
             that would be older are not begun; rollouts that are all the same are dropped and counted. None for
             num_batches_ahead x updates per block.
@@ -233,7 +233,8 @@ class GRPOConfig(trl.GRPOConfig):
         given: int | None = self.num_batches_ahead
         self.num_batches_ahead = given if given is not None else 0 if self.shared_device else 1
         slots: int | None = self.rollout_chunk_size
-        self.rollout_chunk_size = slots or (256 if (self.rollout_device or "").startswith("cuda") else 64)
+        on_gpu = str(self.rollout_device).startswith("cuda")
+        self.rollout_chunk_size = slots if slots is not None else 256 if on_gpu else 64
         if self.num_generations_eval is None:
             self.num_generations_eval = 1
         best = self.load_best_model_at_end or setting_name(self.save_strategy) == "best"
@@ -289,8 +290,9 @@ class GRPOConfig(trl.GRPOConfig):
     def shared_device(self) -> str | None:
         """What the trainer and the rollout servers that the settings name both compute on: "cores", "GPU" or None."""
         if not self.use_cpu:
-            place = os.environ.get("LOCAL_RANK", "0")
-            return "GPU" if self.rollout_device in ("cuda", f"cuda:{place}") else None
+            # of any rank: all must agree
+            ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            return "GPU" if self.rollout_device in ("cuda", *(f"cuda:{rank}" for rank in ranks)) else None
         if self.rollout_device is not None:
             return "cores" if self.rollout_device.startswith("cpu") else None
         return "cores" if all(is_loopback(url) for url in self.server_urls or [self.server_url]) else None

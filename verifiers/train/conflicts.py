@@ -28,6 +28,7 @@ _BOUNDS = {
     "max_staleness": (0, "0 or more"),
     "rollout_retries": (0, "0 or more"),
     "dynamic_sampling_max_groups": (0, "0 or more"),
+    "rollout_chunk_size": (1, "1 or more, or leave it out"),
     "max_tokens_per_micro_batch": (1, "1 or more, or None"),
     "beta": (0, "0 (no KL term) or more"),
     "epsilon": (0, "0 or more"),

@@ -1,6 +1,6 @@
 """A server inside the caller's process: new weights are copied from tensor to tensor, with no file between.
 
-For a trainer with a second device, or one that takes turns with the server on one CPU.
+For a trainer with a second device, or one that takes turns with the server on one.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class Service:
 
     Args:
         name: of the model in requests.
-        slots: most sequences at once; None for 256 on a GPU and 64 on a CPU.
+        slots: most sequences at once; None for 256 on a GPU and 64 on a CPU. Fewer where their states would take more
+            than half of the cache.
         threads: CPU threads of torch for the engine; None leaves torch's choice.
         prefix_bytes: memory for keys and values of finished sequences.
         tool_format, splits_reasoning: as in `ChatText`.
@@ -58,7 +59,10 @@ class Service:
         max_images: int = 0,
     ) -> None:
         on_gpu = loaded.device.type == "cuda"
-        slots = slots or (256 if on_gpu else 64)
+        slots = (256 if on_gpu else 64) if slots is None else slots
+        if loaded.state_bytes:
+            # states are kept room for in every slot, and half of it is for keys and values
+            slots = min(slots, max(1, loaded.cache_tokens * loaded.cache_bytes_per_token // 2 // loaded.state_bytes))
         self.loaded, self.name, self.slots, self.prefix_bytes = loaded, name, slots, prefix_bytes
         if cuda_graphs and not loaded.can_be_recorded:
             raise StartError(

@@ -111,7 +111,7 @@ def _watch(
             if ready:
                 raise StartError(f"vLLM ended (exit code {code})", exit_code=1)
             cause = group.cause()
-            why = f": {cause}" if cause else "; its last lines say why"
+            why = f": {cause} (its lines above say more)" if cause else "; its last lines say why"
             raise StartError(f"vLLM could not be started (exit code {code}){why}", exit_code=1)
         if options.parent_pid is not None and not process_lives(options.parent_pid):
             return 1

@@ -27,6 +27,8 @@ _PARENT_POLL_S = 0.25
 _CAUSE = re.compile(rb"(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+")
 """The end of a traceback."""
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
 
 class ServerGroup:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -57,7 +59,9 @@ class ServerGroup:
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 if self._cause is None and (found := _CAUSE.search(line)):
-                    self._cause = found[0].decode(errors="replace").strip()
+                    self._cause = _COLOURS.sub("", found[0].decode(errors="replace")).strip()
+            # a progress bar ends no line
+            rest = rest[-2000:]
 
     @property
     def exit_code(self) -> int | None:

@@ -68,6 +68,19 @@ def test_tied_embeddings_are_one_tensor_in_the_copy(tied_dir: Path) -> None:
     assert equal(copied, tied)
 
 
+async def test_a_copy_in_half_precision_rounds_what_is_pushed(policy: Any, model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16, "threads": 1}
+    with InProcessServer.of_policy(policy.config, policy.state_dict(), tokenizer, **options) as server:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        server.push(policy.state_dict(), "1")
+        pushed = server.model.state_dict()
+        assert all(torch.equal(pushed[name], value.bfloat16()) for name, value in policy.state_dict().items())
+        assert len((await generate(server))["token_ids"]) == 8
+
+
 def test_its_logits_do_not_move_until_the_next_push(policy: Any, server: InProcessServer) -> None:
     with torch.no_grad():
         before = server.model(IDS).logits.clone()

@@ -32,7 +32,7 @@ class InProcessSync(WeightSync):
         tokenizer: Any,
         device: str,
         *,
-        slots: int = 64,
+        slots: int | None = None,
         threads: int | None = None,
         timeout_s: float = 120.0,
         cuda_graphs: bool | None = None,

@@ -67,9 +67,10 @@ def default_weight_sync(
 def dtype_of_copy(args: GRPOConfig) -> torch.dtype | None:
     """Return the half precision that the trainer computes in, for a copy on a GPU; None for the policy's own numbers.
 
-    The trainer computes old log-probs on the copy as on the policy itself, so that copy keeps the policy's numbers.
+    A copy on which the trainer computes old log-probs, and one with a head in float32, keep the policy's numbers.
     """
-    if args.old_logprobs_on_rollout_device or not str(args.rollout_device).startswith("cuda"):
+    keeps_numbers = args.old_logprobs_on_rollout_device or args.cast_lm_head_to_fp32
+    if keeps_numbers or not str(args.rollout_device).startswith("cuda"):
         return None
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 

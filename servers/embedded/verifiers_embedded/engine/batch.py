@@ -127,7 +127,7 @@ class ActiveBatch:
             self._place([self.sequences[row] for row in rows if row is not None], rows)
         else:
             self.sequences, self._sampler = [], None
-            self._cache.clear(is_idle=True)
+            self._clear()
 
     def _place(self, sequences: list[Sequence], rows: Listed[int | None]) -> None:
         """Give the sequences their rows from now on; `rows` are those that hold their keys."""
@@ -159,8 +159,13 @@ class ActiveBatch:
     def recompute(self) -> None:
         """Compute all keys and values again from the token ids, under the weights the model has now."""
         self.prefixes.clear()
-        self._cache.clear(is_idle=not self.sequences)
+        self._clear()
         self._prefill(range(len(self.sequences)))
+
+    def _clear(self) -> None:
+        self._cache.clear(is_idle=not self.sequences)
+        if self._fixed_pass is not None:
+            self._fixed_pass.forget_others(self._cache.place)
 
     def step(self) -> Draw:
         if self._sampler is None:

@@ -268,10 +268,12 @@ class SlotCache(Cache):
         return rows * min(columns, self._max_columns) <= self._max_cells
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` sequences of up to `columns` tokens, and give back what is far too much."""
+        """Make room for `rows` sequences of up to `columns` tokens; unless fixed, give back what is far too much."""
         have_rows, have_columns = self.allocated
         want_rows, want_columns = have_rows, have_columns
         if self._fixed:
+            if rows <= have_rows and columns <= have_columns:
+                return
             doubled_rows, doubled_columns = self._doubled(rows, columns)
             want_rows, want_columns = max(have_rows, doubled_rows), max(have_columns, doubled_columns)
         else:

@@ -89,9 +89,7 @@ class FixedPass:
 
     def __call__(self, last: torch.Tensor, columns: int, place: int) -> torch.Tensor:
         """Return the logits, until the next call; `place` changes with the addresses of what the pass uses."""
-        if place != self._place:
-            self._recorded.clear()
-            self._place = place
+        self.forget_others(place)
         size = last.shape[1], columns
         if size not in self._recorded:
             held = last.clone()
@@ -99,3 +97,9 @@ class FixedPass:
         held, replay = self._recorded[size]
         held.copy_(last)
         return replay()
+
+    def forget_others(self, place: int) -> None:
+        """Free the memory of recordings for another place than this one."""
+        if place != self._place:
+            self._recorded.clear()
+            self._place = place

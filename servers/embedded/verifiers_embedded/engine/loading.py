@@ -204,7 +204,6 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
     Returns:
         A token's and a sequence's bytes in the cache, and whether passes of one token can be recorded.
 
-
     Raises StartError where they differ, so this model reads its cache, mask or positions in a way of its own.
     """
     vocabulary = model.config.get_text_config().vocab_size

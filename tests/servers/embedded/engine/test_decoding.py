@@ -12,6 +12,7 @@ import transformers
 from sequences import sequence
 from torch.fx.experimental.proxy_tensor import make_fx
 from verifiers_embedded.engine.batch import ActiveBatch
+from verifiers_embedded.engine.cache import SlotCache
 from verifiers_embedded.engine.decoding import Run
 from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.generation import GenerationRequest
@@ -76,6 +77,19 @@ def test_recordings_serve_all_steps_of_their_sizes_every_push_and_idle_times(mod
         assert batch.allocated == (0, 0)
         batch.add([sequence([8] * 9), sequence([5, 6])])
         check(batch, model)
+
+
+def test_a_cache_near_its_bound_moves_seldom_while_sequences_end_and_grow() -> None:
+    cache = SlotCache(["full_attention"], 256, 8192, 550_000, fixed=True)
+    for rows in range(1, 257):
+        cache.reserve(rows, 1200 + 3 * rows)
+    grown = cache.place
+    for rows in range(256, 156, -1):
+        cache.reserve(rows, 2100)
+    assert cache.place - grown <= 8
+    rows, columns = cache.allocated
+    assert rows * columns <= 550_000
+    assert cache.shape_of_pass(157, 2100) == (rows, columns)
 
 
 def test_a_recorded_engine_samples_the_same_tokens_before_and_after_a_push(
