@@ -219,18 +219,20 @@ class RowImages:
 
     Attributes:
         store: where rows' names of images lead.
+        body: the model's, whose `get_rope_index` tells the positions of rows that share what they begin with.
     """
 
-    def __init__(self, processor: ImageProcessor, store: ImageStore) -> None:
-        self.processor, self.store = processor, store
+    def __init__(self, processor: ImageProcessor, store: ImageStore, body: Any = None) -> None:
+        self.processor, self.store, self.body = processor, store, body
 
-    def inputs(self, ids_RT: Tensor, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def inputs(self, ids_RT: Tensor, batch: Mapping[str, Any], layout: Any = None) -> dict[str, Tensor]:
         """Return what a model is given for the images of a micro-batch; nothing where no row has one.
 
         Args:
             ids_RT: prompts and completions.
             batch: `images`, the names of each row's, and `loss_mask`, 1 on sampled tokens; all of a completion where
                 it is left out.
+            layout: of rows that share what they begin with; see `SharedRows`.
 
         Raises:
             ConfigError: the server counted other tokens for a row's images than this processor does.
@@ -252,7 +254,34 @@ class RowImages:
                     f"{0 if one is None else one.tokens}: they do not read images alike; give both the same "
                     "preprocessor_config.json and version of transformers."
                 )
-        return {"input_ids": ids_RT, **self.processor.inputs(ids_RT, images, ids_RT.device)}
+        inputs = self.processor.inputs(ids_RT, images, ids_RT.device)
+        if layout is None:
+            return {"input_ids": ids_RT, **inputs}
+        mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).to(ids_RT.device)
+        positions_3RT, _ = self.body.get_rope_index(
+            input_ids=ids_RT,
+            image_grid_thw=inputs["image_grid_thw"],
+            mm_token_type_ids=inputs["mm_token_type_ids"],
+            attention_mask=mask_RT,
+        )
+        source_N = layout.sources(mask_RT)
+        ids_1N = ids_RT.flatten()[source_N][None]
+        laid = self.processor.inputs(ids_1N, self._laid_out(layout, ids_1N[0], batch["images"]), ids_RT.device)
+        return {"input_ids": ids_1N, "position_ids": positions_3RT.flatten(1)[:, None, source_N], **laid}
+
+    def _laid_out(self, layout: Any, ids_N: Tensor, names: Sequence[Sequence[str]]) -> list[Images]:
+        """Return each image in the order of the layout: once where rows share it."""
+        ordered: list[Images] = []
+        for group in layout.groups:
+            shown = [[self.processor.of_images([self.store.read(name)]) for name in names[row]] for row in group.rows]
+            left = int((ids_N[group.start : group.start + group.prefix] == self.processor.token_id).sum())
+            shared = 0
+            while left > 0:
+                left -= shown[0][shared].tokens
+                shared += 1
+            ordered += shown[0][:shared]
+            ordered += [image for row in shown for image in row[shared:]]
+        return ordered
 
 
 def towers(model: Any) -> dict[str, Any]:

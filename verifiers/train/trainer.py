@@ -268,7 +268,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         elif args.ddp_find_unused_parameters is None:
             # rows of a rank's micro-batch may all be without an image
             args.ddp_find_unused_parameters = True
-        return RowImages(processor, ImageStore(Path(str(args.output_dir)) / "images", args.max_images))
+        store = ImageStore(Path(str(args.output_dir)) / "images", args.max_images)
+        return RowImages(processor, store, base.base_model)
 
     def _load_demonstrations(self) -> Demonstrations | None:
         """Return the run's demonstrations on rank 0, which makes the rows; None elsewhere, and without any."""
@@ -288,12 +289,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         base = policy.get_base_model() if is_peft_model(policy) else policy
         if args.share_prefixes and (
-            self.aux_loss_enabled or args.max_images or not can_share(base, args.max_seq_len)
+            self.aux_loss_enabled
+            or (args.max_images and not hasattr(base.base_model, "get_rope_index"))
+            or not can_share(base, args.max_seq_len)
         ):
             args.share_prefixes = False
             logger.warning(
                 "each row is computed on its own: its prompt cannot be shared with this model (linear attention, a "
-                "window below max_seq_len, a kernel that is not sdpa, images, or a router loss)"
+                "window below max_seq_len, a kernel that is not sdpa, images as Gemma 3 sees them, or a router loss)"
             )
 
     def _set_callbacks(self, given: Sequence[Any]) -> None:

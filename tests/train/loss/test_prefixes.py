@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,14 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 
+from verifiers.images import ImageStore
+from verifiers.train.image_processor import ImageProcessor, RowImages
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_head
 from verifiers.train.loss.prefixes import SHARED_ROWS, can_share, share_prefixes, whole_rows
 from verifiers.train.processes.distributed import Ranks
+from verifiers.train.tiny_model.vision_model import make_vision_model
 
 WORDS = 60
 SIZE: dict[str, Any] = {
@@ -73,7 +80,14 @@ def group(prompt: int, lengths: list[int], seed: int = 0) -> list[tuple[list[int
     return [(ids, torch.randint(1, WORDS, (length,), generator=drawn).tolist()) for length in lengths]
 
 
-def scored(model: Any, rows: list[tuple[list[int], list[int]]], *, shares: bool) -> tuple[Any, dict[str, Any]]:
+def scored(
+    model: Any,
+    rows: list[tuple[list[int], list[int]]],
+    *,
+    shares: bool,
+    images: RowImages | None = None,
+    shown: list[tuple[str, ...]] | None = None,
+) -> tuple[Any, dict[str, Any]]:
     """Return log-probs and entropies, and the gradients of a loss of both."""
     accelerator: Any = Accelerator(cpu=True)
     logprobs = PolicyLogprobs(
@@ -83,11 +97,14 @@ def scored(model: Any, rows: list[tuple[list[int], list[int]]], *, shares: bool)
         None,
         batch_size=None,
         temperature=0.7,
+        images=images,
     )
     model.zero_grad()
     batch = batch_of(rows)
+    if images is not None:
+        batch |= {"images": shown, "loss_mask": batch["completion_ids"] != images.processor.token_id}
     if shares:
-        batch[SHARED_ROWS] = share_prefixes(*whole_rows(batch))
+        batch[SHARED_ROWS] = share_prefixes(*whole_rows(batch), shown)
     found = logprobs.score(model, batch)
     weights = torch.randn(found.logps_RC.shape, generator=torch.Generator().manual_seed(3)) * batch["completion_mask"]
     ((found.logps_RC + 0.1 * found.entropy_RC) * weights).sum().backward()
@@ -121,6 +138,47 @@ def test_log_probs_and_gradients_are_those_of_separate_rows(family: str, rows: A
     model.get_input_embeddings().register_forward_hook(lambda module, given, out: seen.append(out.shape[:2].numel()))
     (alone, of_alone), (shared, of_shared) = (scored(model, rows, shares=one) for one in (False, True))
     assert seen[1] < 0.8 * seen[0]
+    torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
+    assert of_alone.keys() == of_shared.keys()
+    for name, gradient in of_alone.items():
+        assert (of_shared[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+def test_rows_that_show_images_share_what_shows_the_same(tmp_path: Path) -> None:
+    make_vision_model(tmp_path)
+    model = hf.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path)
+    model.model.visual.requires_grad_(True)
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
+    processor = ImageProcessor.load(tmp_path, tokenizer, model.config)
+    images = RowImages(processor, ImageStore(tmp_path / "images", 2), model.model)
+    names = []
+    for number, size in enumerate(((24, 24), (24, 24), (40, 16))):
+        file = io.BytesIO()
+        Image.frombytes("RGB", size, random.Random(number).randbytes(3 * size[0] * size[1])).save(file, "PNG")
+        names.append(images.store.keep(file.getvalue()))
+    one, other, wide = names
+
+    def ids(text: str, *shown: str) -> list[int]:
+        if not shown:
+            return tokenizer.encode(text)
+        return processor.read(text.replace("*", processor.token), [images.store.read(name) for name in shown])[0]
+
+    asked, wider = ids("see * and say what", one), ids(" look *", wide)
+    # the sixth and the seventh see one image before they branch, and one each behind it
+    rows = [(asked, ids(said)) for said in ("red", "green", "blue", "no", "yes")]
+    rows += [(asked, [*ids(said), *wider, *ids("so")]) for said in ("red", "yes")]
+    rows += [(ids("no image here, but text enough"), ids(said)) for said in ("a", "bc")]
+    shown = [(one,)] * 3 + [(other,)] * 2 + [(one, wide)] * 2 + [()] * 2
+    assert can_share(model, None)
+    fuse_head(model, 0.7, outputs=("log_probs", "entropy"))
+    seen: list[int] = []
+    model.model.visual.register_forward_hook(lambda module, given, out: seen.append(len(given[0])))
+    (alone, of_alone), (shared, of_shared) = (
+        scored(model, rows, shares=each, images=images, shown=shown) for each in (False, True)
+    )
+    # of nine images in the rows five are left: two of the prompts twice, and the wide one of each branch
+    patches = {"one": 36, "wide": 40}
+    assert seen == [7 * patches["one"] + 2 * patches["wide"], 3 * patches["one"] + 2 * patches["wide"]]
     torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
     assert of_alone.keys() == of_shared.keys()
     for name, gradient in of_alone.items():

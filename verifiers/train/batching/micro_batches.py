@@ -21,7 +21,7 @@ every rank runs the same number of micro-batches, so that collectives meet.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,7 +248,11 @@ def keep_micro_steps(lengths: Sequence[int], micro_steps: int, ranks: int, limit
 
 
 def balance_by_prefix(
-    lengths: Sequence[int], prompts: Sequence[tuple[int, ...]], micro_steps: int, ranks: int, limit: MicroBatchLimit
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, ...]],
+    micro_steps: int,
+    ranks: int,
+    limit: MicroBatchLimit,
 ) -> Packing:
     """Pack rows so that those of one prompt share a micro-batch, which computes that prompt once and pads nothing.
 

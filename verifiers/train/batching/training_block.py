@@ -429,7 +429,8 @@ def _packing(samples: Sequence[TrainingSample], micro_steps: int, plan: BatchPla
     if LOSS_TYPES[args.loss_type].depends_on_micro_steps:
         # each micro-step counts the same, so by length the tokens of short rows would count more
         return keep_micro_steps(lengths, micro_steps, plan.num_processes, limit)
-    prompts = [tuple(sample.row.prompt_ids) for sample in samples]
+    # one prompt is one text that shows the same images
+    prompts = [(*row.prompt_ids[:-1], (*row.prompt_ids[-1:], *row.images)) for row in (one.row for one in samples)]
     saved = sum(map(len, prompts)) - sum(map(len, set(prompts)))
     if args.share_prefixes and saved >= _least_saved(args) * sum(lengths) > 0:
         return balance_by_prefix(lengths, prompts, micro_steps, plan.num_processes, limit)
@@ -462,5 +463,7 @@ def _laid_out(batch: MicroBatch, args: GRPOConfig) -> MicroBatch:
     most = args.max_tokens_per_micro_batch
     # packed by what it shares, it may be too large without
     is_too_large = most is not None and ids_RT.numel() > most
-    layout = share_prefixes(ids_RT, mask_RT, least_saved=0.0 if is_too_large else _least_saved(args))
+    layout = share_prefixes(
+        ids_RT, mask_RT, batch.get("images"), least_saved=0.0 if is_too_large else _least_saved(args)
+    )
     return batch if layout is None else batch | {SHARED_ROWS: layout}

@@ -286,7 +286,7 @@ class PolicyLogprobs:
         elif (shared := batch.get(SHARED_ROWS)) is not None:
             options = shared.to(device).inputs()
         if self._images is not None:
-            options |= self._images.inputs(ids_RT, batch)
+            options |= self._images.inputs(ids_RT, batch, options.get(SHARED_ROWS))
         before = ids_RT.shape[1] - width
         if "teacher_ids" in batch:
             options["others"] = torch.nn.functional.pad(batch["teacher_ids"].to(device), (0, 0, before, 0))

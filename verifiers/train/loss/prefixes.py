@@ -44,11 +44,13 @@ class Branches(NamedTuple):
     """Rows that share a prefix: tokens `[start, start + prefix)` of the layout, and the rests of the rows.
 
     Attributes:
+        rows: their numbers, in the order in which their rests are laid.
         places_GC: place in the layout of each rest's tokens; shorter rests are filled up with places of any tokens,
             which no real token sees.
         real_B: the real ones among the G x C, row by row; a mask in its place would make the host wait for the GPU.
     """
 
+    rows: tuple[int, ...]
     start: int
     prefix: int
     places_GC: Tensor
@@ -76,6 +78,13 @@ class SharedRows:
         )
         return SharedRows(self.ids_N.to(device), self.positions_N.to(device), self.place_RT.to(device), groups)
 
+    def sources(self, mask_RT: Tensor) -> Tensor:
+        """Return where each of the N tokens is among the rows' R x T."""
+        real = mask_RT.flatten().nonzero().squeeze(1)
+        found_N: Tensor = torch.zeros_like(self.positions_N)
+        found_N[self.place_RT.flatten()[real]] = real
+        return found_N
+
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a model's forward; attention that does not know the layout would see all tokens."""
         everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.ids_N.device)
@@ -93,16 +102,23 @@ def whole_rows(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return ids_RT, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
-def share_prefixes(ids_RT: Tensor, mask_RT: Tensor, *, least_saved: float = LEAST_SAVED) -> SharedRows | None:
+def share_prefixes(
+    ids_RT: Tensor,
+    mask_RT: Tensor,
+    images: Sequence[tuple[str, ...]] | None = None,
+    *,
+    least_saved: float = LEAST_SAVED,
+) -> SharedRows | None:
     """Lay rows out with their common prefixes once; None where that saves less than a share of R x T tokens.
 
     Args:
         ids_RT: on the CPU, as the mask and the layout are.
         mask_RT: 1 on real tokens, which are next to each other in each row.
+        images: names of what each row shows: rows that show other images share nothing.
     """
     is_real_RT = mask_RT.numpy().astype(bool)
     rows = [ids[is_real] for ids, is_real in zip(ids_RT.numpy(), is_real_RT, strict=True)]
-    groups = list(_groups(rows))
+    groups = list(_groups(rows, images or [()] * len(rows)))
     tokens = sum(prefix + sum(len(rows[row]) - prefix for row in members) for members, prefix in groups)
     if tokens > (1 - least_saved) * ids_RT.numel():
         return None
@@ -126,21 +142,22 @@ def share_prefixes(ids_RT: Tensor, mask_RT: Tensor, *, least_saved: float = LEAS
             end += len(rest)
         rests = np.array([[len(rows[row]) - prefix] for row in members])
         real_B = torch.from_numpy(np.flatnonzero(np.arange(longest) < rests))
-        found.append(Branches(start, prefix, torch.from_numpy(places_GC), real_B))
+        found.append(Branches(tuple(members), start, prefix, torch.from_numpy(places_GC), real_B))
     ids_N, positions_N = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, positions))
     return SharedRows(ids_N, positions_N, torch.from_numpy(place_RT), tuple(found))
 
 
-def _groups(rows: Sequence[_Ids]) -> Iterator[tuple[list[int], int]]:
+def _groups(rows: Sequence[_Ids], images: Sequence[tuple[str, ...]]) -> Iterator[tuple[list[int], int]]:
     """Yield the numbers of rows that share a prefix, and its length, so that few tokens are left.
 
     In the order of their bytes neighbours have most in common; a row joins those before it where the tokens saved
     do not become fewer, though the prefix of all may become shorter.
     """
-    order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
+    order = sorted(range(len(rows)), key=lambda row: (images[row], rows[row].tobytes()))
     members, prefix = [order[0]], len(rows[order[0]])
     for row in order[1:]:
-        common = _common(rows[members[0]][:prefix], rows[row][:prefix])
+        shows_alike = images[row] == images[members[0]]
+        common = _common(rows[members[0]][:prefix], rows[row][:prefix]) if shows_alike else 0
         if common * len(members) > prefix * (len(members) - 1):
             members.append(row)
             prefix = common
@@ -165,12 +182,13 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend as transformers' "sdpa" does, but where the tokens are laid out with shared prefixes."""
     layout: SharedRows | None = options.pop(SHARED_ROWS, None)
-    if layout is None:
+    # what images pass through sees their patches, not the rows
+    if layout is None or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     repeats = query.shape[1] // key.shape[1]
     given = {"scale": options.get("scaling"), "dropout_p": options.get("dropout", 0.0)}
     found = []
-    for start, prefix, places_GC, real_B in layout.groups:
+    for _, start, prefix, places_GC, real_B in layout.groups:
         own = slice(start, start + prefix)
         keys, values = repeat_kv(key[:, :, own], repeats), repeat_kv(value[:, :, own], repeats)
         found.append(scaled_dot_product_attention(query[:, :, own], keys, values, is_causal=True, **given)[0])
