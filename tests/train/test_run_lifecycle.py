@@ -33,7 +33,7 @@ class Parts:
 
     # the rollout session
     generator = SimpleNamespace(activity=None)
-    servers = None
+    publisher = SimpleNamespace(servers=None)
     drains = False
 
     def open(self) -> Any:
