@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 SUPERVISOR_VARIABLE = "VERIFIERS_VLLM_SUPERVISOR"
 _GRACE_S = 8.0
@@ -50,11 +50,11 @@ class ServerGroup:
             reader.join(max(0.0, deadline - time.monotonic()))
         return self._cause
 
-    def _pass_on(self, source: IO[bytes], target: IO[str]) -> None:
+    def _pass_on(self, source: IO[bytes], target: TextIO) -> None:
         rest = b""
-        while chunk := source.read1(2**16):  # type: ignore[attr-defined]
+        while chunk := os.read(source.fileno(), 2**16):
             with contextlib.suppress(OSError, ValueError):
-                target.buffer.write(chunk)  # type: ignore[attr-defined]
+                target.buffer.write(chunk)
                 target.flush()
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:

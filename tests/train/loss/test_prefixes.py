@@ -176,7 +176,7 @@ def test_rows_that_show_images_share_what_shows_the_same(tmp_path: Path) -> None
     (alone, of_alone), (shared, of_shared) = (
         scored(model, rows, shares=each, images=images, shown=shown) for each in (False, True)
     )
-    # of nine images in the rows five are left: two of the prompts twice, and the wide one of each branch
+    # of nine images in the rows five are left: one of each prompt, and the wide one of each branch
     patches = {"one": 36, "wide": 40}
     assert seen == [7 * patches["one"] + 2 * patches["wide"], 3 * patches["one"] + 2 * patches["wide"]]
     torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)

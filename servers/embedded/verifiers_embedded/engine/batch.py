@@ -95,10 +95,10 @@ class ActiveBatch:
 
     def can_be_recorded(self) -> bool:
         """Try whether a pass of one token waits for nothing and can be done twice, before other threads use a GPU."""
-        if self._has_states:
-            return False
+        if self._has_states or self._device.type != "cuda":
+            return not self._has_states
         try:
-            with refuses_waits(self._device):
+            with refuses_waits():
                 self.logits()
         except RuntimeError as error:
             if "synchronizing" not in str(error):

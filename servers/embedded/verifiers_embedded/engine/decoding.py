@@ -27,11 +27,8 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 @contextmanager
-def refuses_waits(device: torch.device) -> Iterator[None]:
+def refuses_waits() -> Iterator[None]:
     """Raise RuntimeError where anything in this process waits for the GPU, so before other threads use it."""
-    if device.type != "cuda":
-        yield
-        return
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
