@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listed
 from itertools import groupby
 from typing import Any
@@ -55,6 +56,8 @@ class ActiveBatch:
         self.prefixes = PrefixStore(prefix_bytes, whole=self._has_states)
         self._model, self._images = model, images
         self._body = model.base_model
+        # stands for no image
+        self._padding = int(images is not None and images.token_id == 0)
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         fixed = record is not None
@@ -228,33 +231,43 @@ class ActiveBatch:
     def _prefill(self, rows: Listed[int]) -> None:
         """Fill the cache of the given rows, with one computation for all rows that share a prompt."""
         self._cache.reserve(len(self.sequences), max((len(item.tokens) for item in self.sequences), default=0))
-        rows_of: dict[tuple[int, ...], list[int]] = {}
-        rows_with_images: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
+        texts: dict[tuple[int, ...], list[int]] = {}
+        with_images: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
         for row in rows:
             prefix, images = tuple(self.sequences[row].tokens[:-1]), self.sequences[row].request.images
             if images is None:
-                rows_of.setdefault(prefix, []).append(row)
+                texts.setdefault(prefix, []).append(row)
             else:
-                rows_with_images.setdefault((images.digest, prefix), []).append(row)
-        for (_, prefix), alike in rows_with_images.items():
-            self._image_pass(prefix, alike)
-        if unread := rows_of.pop((), []):
+                with_images.setdefault((images.digest, prefix), []).append(row)
+        for prompts in self._in_passes(with_images.values(), is_packed=False):
+            self._image_pass(prompts)
+        if unread := texts.pop((), []):
             self._cache.begin_rows(unread, self._device)
-        self._go_on_from_kept(rows_of)
+        self._go_on_from_kept(texts)
         prefill = self._packed_pass if self._packs_prompts else self._padded_pass
-        group: list[tuple[int, ...]] = []
+        for prompts in self._in_passes(texts.values(), is_packed=self._packs_prompts):
+            prefill(prompts)
+
+    def _in_passes(self, prompts: Iterable[list[int]], *, is_packed: bool) -> Iterator[list[list[int]]]:
+        """Group prompts, of each the rows that have it, in order of their length, for one pass a group."""
+        group: list[list[int]] = []
         held = 0
-        for prefix in sorted(rows_of, key=len):
-            held += len(prefix)
+        for rows in sorted(prompts, key=lambda rows: len(self._prefix(rows))):
+            length = len(self._prefix(rows))
+            held += length
             # a state would go on through padding
-            is_apart = self._has_states and bool(group) and len(prefix) > len(group[0])
-            pass_tokens = held if self._packs_prompts else (len(group) + 1) * len(prefix)
+            is_apart = self._has_states and bool(group) and length > len(self._prefix(group[0]))
+            pass_tokens = held if is_packed else (len(group) + 1) * length
             if group and (is_apart or pass_tokens > PREFILL_TOKENS):
-                prefill(group, rows_of)
-                group, held = [], len(prefix)
-            group.append(prefix)
+                yield group
+                group, held = [], length
+            group.append(rows)
         if group:
-            prefill(group, rows_of)
+            yield group
+
+    def _prefix(self, rows: list[int]) -> list[int]:
+        """Return what is computed before the first token is sampled, of rows that have one prompt."""
+        return self.sequences[rows[0]].tokens[:-1]
 
     def _go_on_from_kept(self, rows_of: dict[tuple[int, ...], list[int]]) -> None:
         """Fill the rows whose prompt begins like a finished sequence, and take them out of `rows_of`."""
@@ -311,18 +324,19 @@ class ActiveBatch:
             use_cache=True,
         )
 
-    def _packed_pass(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
+    def _packed_pass(self, prompts: list[list[int]]) -> None:
         """Compute the keys and values of whole prompts, in order of their length, end to end in one row."""
-        ids = [token for prefix in prefixes for token in prefix]
+        ids: list[int] = []
+        lengths: list[int] = []
         cells: list[int] = []
         source: list[int] = []
-        start = 0
-        for prefix in prefixes:
-            for row in rows_of[prefix]:
+        for rows in prompts:
+            prefix = self._prefix(rows)
+            for row in rows:
                 cells.extend(range(row * self.allocated[1], row * self.allocated[1] + len(prefix)))
-                source.extend(range(start, start + len(prefix)))
-            start += len(prefix)
-        lengths = [len(prefix) for prefix in prefixes]
+                source.extend(range(len(ids), len(ids) + len(prefix)))
+            ids.extend(prefix)
+            lengths.append(len(prefix))
         self._cache.begin_prompts(upload(cells, self._device), upload(source, self._device))
         # The mask only keeps the model from making one: the layout says what each token may see.
         with laid_out(Prompts(tuple((len(list(run)), length) for length, run in groupby(lengths)))):
@@ -334,44 +348,49 @@ class ActiveBatch:
                 use_cache=True,
             )
 
-    def _image_pass(self, prefix: tuple[int, ...], rows: list[int]) -> None:
-        """Compute the keys and values of one prompt with images, for all rows that have it."""
+    def _image_pass(self, prompts: list[list[int]]) -> None:
+        """Compute the keys and values of prompts with images, as `_padded_pass` those of texts."""
         assert self._images is not None
-        ids = upload([prefix], self._device)
-        images = self.sequences[rows[0]].request.images
-        given = self._images.inputs(ids, [images], self._device)
-        shift = 0
+        images = [self.sequences[rows[0]].request.images for rows in prompts]
+        ids = self._padded(prompts)
+        given = self._images.inputs(ids, images, self._device)
         if hasattr(self._body, "get_rope_index"):
-            # the model would keep the shift for its next pass, which may be another thread's
-            asked = {name: given[name] for name in ("image_grid_thw", "mm_token_type_ids")}
-            given["position_ids"], shifts = self._body.get_rope_index(input_ids=ids, **asked)
-            shift = int(shifts)
-        self._padded_pass([prefix], {prefix: rows}, given)
-        for row in rows:
-            self.sequences[row].shift = shift
+            # the model would keep the shifts for its next pass, which may be another thread's
+            mask = torch.arange(ids.shape[1]) < torch.tensor([[len(self._prefix(rows))] for rows in prompts])
+            given["position_ids"], shifts = self._body.get_rope_index(
+                input_ids=ids,
+                attention_mask=mask.long().to(self._device),
+                image_grid_thw=given["image_grid_thw"],
+                mm_token_type_ids=given["mm_token_type_ids"],
+            )
+            for rows, shift in zip(prompts, shifts.flatten().tolist(), strict=True):
+                for row in rows:
+                    self.sequences[row].shift = shift
+        self._padded_pass(prompts, given)
 
-    def _padded_pass(
-        self,
-        prefixes: list[tuple[int, ...]],
-        rows_of: dict[tuple[int, ...], list[int]],
-        given: dict[str, torch.Tensor] | None = None,
-    ) -> None:
+    def _padded(self, prompts: list[list[int]]) -> torch.Tensor:
+        """Return the ids of prompts in order of their length, (prompts, longest).
+
+        Padding stands on the right, where the causal mask hides it; its own keys are overwritten or masked later.
+        """
+        prefixes = [self._prefix(rows) for rows in prompts]
         length = len(prefixes[-1])
-        # Padding stands on the right, where the causal mask hides it; its own keys are overwritten or masked
-        # later.
-        padded = [prefix + (prefix[0],) * (length - len(prefix)) for prefix in prefixes]
-        rows = [row for prefix in prefixes for row in rows_of[prefix]]
-        source = [index for index, prefix in enumerate(prefixes) for _ in rows_of[prefix]]
+        return upload([prefix + [self._padding] * (length - len(prefix)) for prefix in prefixes], self._device)
+
+    def _padded_pass(self, prompts: list[list[int]], given: dict[str, torch.Tensor] | None = None) -> None:
+        ids = self._padded(prompts)
+        length = ids.shape[1]
         places = torch.arange(length, device=self._device)
-        row_ids, prompt_ids = upload([rows, source], self._device)
+        source = [index for index, rows in enumerate(prompts) for _ in rows]
+        row_ids, prompt_ids = upload([[row for rows in prompts for row in rows], source], self._device)
         cells = row_ids[:, None] * self.allocated[1] + places
         tokens = prompt_ids[:, None] * length + places
         self._cache.begin_prompts(cells.flatten(), tokens.flatten(), row_ids, prompt_ids)
         # The head is left out: no logits are needed here, and over a prompt they are the largest tensor of
         # all.
         self._body(
-            input_ids=upload(padded, self._device),
-            **({"position_ids": places[None].expand(len(prefixes), -1)} if given is None else given),
+            input_ids=ids,
+            **({"position_ids": places[None].expand(len(prompts), -1)} if given is None else given),
             **self._passed_cache,
             use_cache=True,
         )
