@@ -78,7 +78,8 @@ def train(args: argparse.Namespace) -> tuple[int, float]:
         output_dir=str(args.output_dir),
         seed=args.seed,
         rollout_device="cuda:0" if has_gpu else "cpu",
-        bf16=False,
+        # a step takes two thirds of the time where the processor multiplies such numbers
+        bf16=not has_gpu and torch.cpu.get_capabilities().get("avx512_bf16", False),
         max_steps=steps,
         learning_rate=1e-5 if args.full else 6e-4,
         lr_scheduler_type="linear",

@@ -144,13 +144,13 @@ def test_a_copy_on_the_gpu_of_any_rank_shares_it(
         ({"bf16": True}, torch.bfloat16),
         ({"fp16": True}, torch.float16),
         ({}, None),
-        ({"bf16": True, "rollout_device": "cpu"}, None),
+        ({"bf16": True, "rollout_device": "cpu"}, torch.bfloat16),
         ({"bf16": True, "old_logprobs_on_rollout_device": True}, None),
         ({"bf16": True, "cast_lm_head_to_fp32": True}, None),
     ],
     ids=str,
 )
-def test_the_copy_on_a_gpu_has_the_half_precision_that_the_trainer_computes_in(
+def test_the_copy_in_this_process_has_the_half_precision_that_the_trainer_computes_in(
     settings: dict[str, Any], dtype: torch.dtype | None
 ) -> None:
     names = ("bf16", "fp16", "old_logprobs_on_rollout_device", "cast_lm_head_to_fp32")

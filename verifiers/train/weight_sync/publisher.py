@@ -65,12 +65,12 @@ def default_weight_sync(
 
 
 def dtype_of_copy(args: GRPOConfig) -> torch.dtype | None:
-    """Return the half precision that the trainer computes in, for a copy on a GPU; None for the policy's own numbers.
+    """Return the half precision that the trainer computes in, for a copy in this process; None for the policy's own.
 
     A copy on which the trainer computes old log-probs, and one with a head in float32, keep the policy's numbers.
     """
     keeps_numbers = args.old_logprobs_on_rollout_device or args.cast_lm_head_to_fp32
-    if keeps_numbers or not str(args.rollout_device).startswith("cuda"):
+    if keeps_numbers:
         return None
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
