@@ -209,9 +209,10 @@ class Rubric:
         if self.is_empty:
             warn_once(self.logger.name, "A rubric has no reward function: every reward is 0.0; give it funcs=[...].")
         calls = [self.reward_call(func) for func in self.reward_funcs]
+        names = reward_names(self.reward_funcs)
         columns = await reward_values(calls, states, self.class_objects, parallel=self.parallelize_scoring)
         scores = [RolloutScore(0.0) for _ in states]
-        for name, weight, values in zip(reward_names(self.reward_funcs), self.reward_weights, columns, strict=True):
+        for name, weight, values in zip(names, self.reward_weights, columns, strict=True):
             for score, value in zip(scores, values, strict=True):
                 if isinstance(value, list):
                     by_turn = [weight * one for one in value]

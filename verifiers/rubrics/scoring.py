@@ -79,9 +79,9 @@ def store_scores(states: Sequence[State], scores: Sequence[RolloutScore], starte
 
 def take_failures(state: State, score: RolloutScore) -> RolloutScore:
     """Give a score the failures that the state has, and the state those that the score has."""
-    noted = state.get("grading_errors") or []
-    if noted or score.errors:
-        failures = [*noted, *(failed for failed in score.errors if failed not in noted)]
+    noted, found = state.get("grading_errors") or [], score["errors"]
+    if noted or found:
+        failures = [*noted, *(failed for failed in found if failed not in noted)]
         state["grading_errors"] = failures
         score["errors"] = list(failures)
     return score
@@ -134,10 +134,9 @@ class RewardCall:
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self._names, self._takes_everything = parameters_of(func)
+        self._names, self._takes_everything, self.is_async = signature_of(func)
         self.is_group = not PLURALS.isdisjoint(self._names)
         self.read: Callable[[Any], Reward] = getattr(func, _REWARDS, finite_float)
-        self.is_async = is_async_function(func)
         # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
         self.waits = self.is_async or "judge" in self._names
 
@@ -162,14 +161,16 @@ class RewardCall:
         return await gather_owned([result(values) for values in of_calls])
 
 
-_parameters: WeakKeyDictionary[Callable[..., Any], tuple[tuple[str, ...], bool]] = WeakKeyDictionary()
+Signature = tuple[tuple[str, ...], bool, bool]
+
+_signatures: WeakKeyDictionary[Callable[..., Any], Signature] = WeakKeyDictionary()
 
 
-def parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the names of a function's parameters, and True where it takes any keyword."""
+def signature_of(func: Callable[..., Any]) -> Signature:
+    """Return the names of a function's parameters, and whether it takes any keyword, and gives a coroutine."""
     # reading a signature costs more than most reward functions; some callables cannot be kept
     with contextlib.suppress(KeyError, TypeError):
-        return _parameters[func]
+        return _signatures[func]
     try:
         parameters = list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):
@@ -178,9 +179,10 @@ def parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = tuple(item.name for item in parameters if item.kind in by_name)
     takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+    signature = names, takes_everything, is_async_function(func)
     with contextlib.suppress(TypeError):
-        _parameters[func] = names, takes_everything
-    return names, takes_everything
+        _signatures[func] = signature
+    return signature
 
 
 async def _settled(result: Any) -> Any:
@@ -357,8 +359,8 @@ def is_group_func(func: Callable[..., Any]) -> bool:
 
 def reward_name(func: Callable[..., Any]) -> str:
     """Return a function's name; of a partial that of the function inside, of other callables that of their class."""
-    func = without_partials(func)
-    return getattr(func, "__name__", None) or type(func).__name__
+    named = func if hasattr(func, "__name__") else without_partials(func)
+    return getattr(named, "__name__", None) or type(named).__name__
 
 
 def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:
