@@ -214,7 +214,7 @@ def _compares_answers(env: Any, request: RolloutRequest) -> bool:
     """Return whether a reward reads the row's answer, and that is a text: no record of tests, or of what to do."""
     member = env.get_env_for_task(request.task) if hasattr(env, "get_env_for_task") else env
     weighted = zip(member.get_reward_funcs(), member.get_reward_weights(), strict=False)
-    reads = any(weight and "answer" in signature_of(func)[0] for func, weight in weighted)
+    reads = any(weight and "answer" in signature_of(func).names for func, weight in weighted)
     return reads and not str(request.answer).startswith(('{"', '[{"'))
 
 
@@ -340,7 +340,7 @@ def _functions(env: Any, rollouts: Sequence[Rollout], unearned: Mapping[str, flo
 def _unearned(env: Any, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return weights of functions that read no answer and gave 0 to all texts: none of these may have been meant."""
     values, weights = _values(rollouts), _weights(env)
-    reading = {reward_name(func) for func in env.get_reward_funcs() if "answer" in signature_of(func)[0]}
+    reading = {reward_name(func) for func in env.get_reward_funcs() if "answer" in signature_of(func).names}
     return {
         name: weights[name]
         for name, given in values.items()

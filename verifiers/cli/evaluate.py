@@ -317,7 +317,7 @@ def _run_plan(
 ) -> dict[str, Any]:
     from verifiers.envs.datasets import count_trained_on
     from verifiers.evals.evaluation_run import fingerprint
-    from verifiers.evals.provenance import environment_provenance, git_provenance, versions
+    from verifiers.evals.store import environment_provenance, git_provenance, versions
 
     return {
         "env": args.env,

@@ -242,7 +242,7 @@ class JudgeRubric(Rubric):
 
     def refuse_unsupplied(self) -> None:
         super().refuse_unsupplied()
-        names = {name for func in self.reward_funcs for name in signature_of(func)[0]}
+        names = {name for func in self.reward_funcs for name in signature_of(func).names}
         if isinstance(self.judge_client, LazyOpenAI) and names & {"judge", "judge_client", "verdict"}:
             _ = self.judge_client.api_key
 

@@ -19,7 +19,7 @@ import reprlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
@@ -134,18 +134,19 @@ class RewardCall:
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self._names, self._takes_everything, self.is_async = signature_of(func)
-        self.is_group = not PLURALS.isdisjoint(self._names)
+        self._signature = signature = signature_of(func)
+        self.is_async = signature.is_async
+        self.is_group = not PLURALS.isdisjoint(signature.names)
         self.read: Callable[[Any], Reward] = getattr(func, _REWARDS, finite_float)
         # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
-        self.waits = self.is_async or "judge" in self._names
+        self.waits = self.is_async or "judge" in signature.names
 
     def result(self, values: Mapping[str, Any]) -> Any:
         """Call the function with those of `values` that it names; return its result, or what it raised."""
         try:
-            if self._takes_everything:
+            if self._signature.takes_everything:
                 return self.func(**values)
-            return self.func(**{name: values[name] for name in self._names if name in values})
+            return self.func(**{name: values[name] for name in self._signature.names if name in values})
         except BaseException as error:  # looked at on the event loop, and never lost in a thread
             return error
 
@@ -161,13 +162,20 @@ class RewardCall:
         return await gather_owned([result(values) for values in of_calls])
 
 
-Signature = tuple[tuple[str, ...], bool, bool]
+class Signature(NamedTuple):
+    """A function's parameters by name: all of them, those without a default, whether any other is taken; its kind."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_everything: bool
+    is_async: bool
+
 
 _signatures: WeakKeyDictionary[Callable[..., Any], Signature] = WeakKeyDictionary()
 
 
 def signature_of(func: Callable[..., Any]) -> Signature:
-    """Return the names of a function's parameters, and whether it takes any keyword, and gives a coroutine."""
+    """Return a function's signature, read once; an empty one of a builtin that has none."""
     # reading a signature costs more than most reward functions; some callables cannot be kept
     with contextlib.suppress(KeyError, TypeError):
         return _signatures[func]
@@ -177,9 +185,13 @@ def signature_of(func: Callable[..., Any]) -> Signature:
         # some builtins have no signature: the call itself will say what is wrong
         parameters = []
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = tuple(item.name for item in parameters if item.kind in by_name)
-    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
-    signature = names, takes_everything, is_async_function(func)
+    named = [item for item in parameters if item.kind in by_name]
+    signature = Signature(
+        names=tuple(item.name for item in named),
+        required=tuple(item.name for item in named if item.default is item.empty),
+        takes_everything=any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters),
+        is_async=is_async_function(func),
+    )
     with contextlib.suppress(TypeError):
         _signatures[func] = signature
     return signature
