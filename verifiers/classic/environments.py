@@ -19,7 +19,7 @@ from verifiers.classic import token_processing
 from verifiers.classic.outputs import complete_or_awaitable, generate_outputs, raise_failure, to_dataset
 from verifiers.classic.rubrics import scores_by_columns
 from verifiers.concurrency import gather_owned
-from verifiers.data.shard import Shard
+from verifiers.data.sampler import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.environment import is_state_call, offered_tools
 from verifiers.envs.lifecycle import marked_methods, maybe_await, teardown_at_exit

@@ -118,7 +118,7 @@ def parser() -> CommandParser:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    from verifiers.data.shard import Shard
+    from verifiers.data.sampler import Shard
     from verifiers.integrations.harbor_task import ORACLE
     from verifiers.log import redact_logs, setup_logging
     from verifiers.testing.fake_model import FAKE_MODEL

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from verifiers.data.shard import Shard
+from verifiers.data.sampler import Shard
 from verifiers.envs.registry import declared_by, module_of
 from verifiers.errors import ConfigError
 from verifiers.log import Redactor
