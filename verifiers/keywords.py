@@ -90,23 +90,6 @@ def parameter_names(*functions: Callable[..., Any]) -> frozenset[str]:
     return frozenset(item.name for item in parameters if item.kind in _BY_NAME)
 
 
-def check_parameters(owner: str, function: Callable[..., Any], known: Collection[str]) -> None:
-    """Refuse a function that needs an argument which no caller supplies, but nearly has the name of a known one."""
-    for name in required_parameters(function):
-        near = nearest_name(name, known)
-        if near is not None and name not in known:
-            raise ConfigError(f"{owner} has a parameter {name!r}, which no caller supplies; did you mean {near!r}?")
-
-
-def required_parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters that a caller by name must give; none of a builtin without a signature."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [item.name for item in parameters if item.kind in _BY_NAME and item.default is item.empty]
-
-
 @functools.lru_cache(maxsize=512)
 def _constructor_names(kind: type) -> frozenset[str]:
     own = [base.__dict__["__init__"] for base in kind.__mro__[:-1] if "__init__" in base.__dict__]

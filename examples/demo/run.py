@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.train.pypi_model import make_smollm2
+from verifiers.train.models import make_smollm2
 
 # a team of threads that waits must not spin: trainer and copy take turns with the same cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.checks.policy import check_policy
+from verifiers.checks.environment_check import check_policy
 from verifiers.cli.check import main
 from verifiers.evals.evaluation_run import iter_requests
 from verifiers.inference.endpoint import Endpoint, HttpBackend

@@ -11,7 +11,7 @@ import tiny_world
 import torch
 from torch import Tensor
 
-from verifiers.train.loss.loss_types import LOSS_TYPES
+from verifiers.train.loss.policy_loss import LOSS_TYPES
 
 Batch = dict[str, Any]
 

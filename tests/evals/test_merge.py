@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verifiers as vf
-from verifiers.data.shard import Shard
+from verifiers.data.sampler import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import EvaluationRun, open_run
 from verifiers.evals.merge import merge_runs

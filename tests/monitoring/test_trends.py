@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.monitoring.history import Evaluations, History
-from verifiers.monitoring.trends import LEAST_POINTS, find_trends
+from verifiers.monitoring.history import LEAST_POINTS, Evaluations, History, find_trends
 
 POINTS = 30
 

@@ -25,7 +25,7 @@ from trl.trainer.utils import RepeatSampler as TrlRepeatSampler
 
 from verifiers.data.sampler import RepeatSampler
 from verifiers.train.loss import updates
-from verifiers.train.loss.loss_types import LOSS_TYPES
+from verifiers.train.loss.policy_loss import LOSS_TYPES
 from verifiers.train.trainer import GRPOTrainer
 
 PINNED = ">=1.16,<2"

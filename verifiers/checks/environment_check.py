@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
-from verifiers.checks.check_report import CheckFinding, CheckReport, Severity
-from verifiers.checks.policy import check_policy
+from verifiers.checks.check_report import CheckFinding, CheckReport, Severity, named_rows
 from verifiers.checks.rewards import check_rewards
 from verifiers.checks.rows import CountTokens, check_rows
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import iter_requests
 from verifiers.loop_thread import run_blocking
+from verifiers.rollouts.rollout import Group, Rollout
 from verifiers.rollouts.run import Run, refuse_unsupplied
 from verifiers.rubrics.judge_rubric import JudgeRubric
 from verifiers.testing.fake_model import rubrics_of
+from verifiers.types import Outcome
 
 
 async def check_environment(
@@ -69,3 +73,147 @@ def check(env: Any, **options: Any) -> CheckReport:
             await run_teardown(env)
 
     return run_blocking(checked)
+
+
+GENERATIONS = (4, 8, 16, 32, 64)
+"""Sizes of a group that are looked at."""
+
+_SAME = 1e-9
+_MOST_EQUAL, _MOST_CUT, _MOST_UNREAD, _MOST_FORMAT = 0.5, 0.2, 0.2, 0.5
+_STEP = 64
+
+
+async def check_policy(env: Any, run: Run, groups: Sequence[Any]) -> tuple[list[CheckFinding], dict[str, Any]]:
+    """Play groups of a prompt's rollouts with a model, and look at what they earn."""
+    played = await run.run_groups(groups)
+    rollouts = [rollout for group in played for rollout in group.rollouts]
+    ended = [rollout for rollout in rollouts if rollout.failure is None]
+    numbers: dict[str, Any] = {
+        "prompts": len(played),
+        "rollouts": len(rollouts),
+        "reward": _share(sum(rollout.reward or 0.0 for rollout in ended), len(ended)),
+        "truncated": _share(sum(rollout.is_truncated for rollout in ended), len(ended)),
+        "outcomes": dict(Counter(str(rollout.outcome) for rollout in rollouts)),
+    }
+    findings = [*_failed(rollouts)]
+    if ended:
+        findings += [
+            *_without_variance(played, numbers),
+            *_lengths(ended, numbers, run.sampling_args),
+            *_unread(env, ended, numbers),
+            *_format_alone(env, ended, numbers),
+        ]
+    return findings, numbers
+
+
+def _failed(rollouts: Sequence[Rollout]) -> Iterator[CheckFinding]:
+    causes: dict[Outcome, Counter[str]] = {}
+    for rollout in rollouts:
+        if rollout.failure is not None:
+            causes.setdefault(rollout.outcome, Counter())[str(rollout.failure)] += 1
+    for outcome, texts in causes.items():
+        (first, times), count = texts.most_common(1)[0], texts.total()
+        is_ours = outcome in (Outcome.GRADING_ERROR, Outcome.ENVIRONMENT_ERROR)
+        severity: Severity = "error" if is_ours else "warning"
+        text = f"{count} of {len(rollouts)} rollouts ended as {outcome}; most often ({times} times): {first:.200}"
+        mend = "failed rollouts train nothing and are in no mean: see what they have in common."
+        yield CheckFinding("rollouts-fail", severity, str(outcome), text, mend)
+
+
+def _without_variance(groups: Sequence[Group], numbers: dict[str, Any]) -> Iterator[CheckFinding]:
+    of_prompts = [[rollout.reward or 0.0 for rollout in group.scored] for group in groups if len(group.scored) > 1]
+    if not of_prompts:
+        return
+    equal = [rewards for rewards in of_prompts if max(rewards) - min(rewards) <= _SAME]
+    least, most = (end(reward for rewards in of_prompts for reward in rewards) for end in (min, max))
+    at = {"best": sum(rewards[0] >= most - _SAME for rewards in equal), "least": 0}
+    at["least"] = sum(rewards[0] <= least + _SAME for rewards in equal) if most > least else 0
+    # of rewards that are not two values, those above the middle count as right
+    rates = [fmean([reward > (least + most) / 2 for reward in rewards]) for rewards in of_prompts]
+    size = max(map(len, of_prompts))
+    numbers["groups_without_variance"] = {
+        "share": _share(len(equal), len(of_prompts)),
+        "at_the_best_reward": at["best"],
+        "at_the_least_reward": at["least"],
+        "expected_with_num_generations": {
+            number: round(fmean([rate**number + (1 - rate) ** number for rate in rates]), 3) for number in GENERATIONS
+        },
+    }
+    if most - least <= _SAME:
+        text = f"every rollout got {most:g}"
+        mend = "nothing is learned from this: take prompts that the model sometimes solves, or another reward."
+        yield CheckFinding("one-reward", "error", "all prompts", text, mend)
+    elif len(equal) > _MOST_EQUAL * len(of_prompts):
+        text = (
+            f"in {len(equal)} of {len(of_prompts)} groups of {size} all rewards are equal ({at['best']} at the best, "
+            f"{at['least']} at the least), and train nothing"
+        )
+        hard = at["least"] > at["best"]
+        mend = (
+            f"take {'easier' if hard else 'harder'} prompts, {'reward parts of an answer, ' if hard else ''}raise "
+            "num_generations, or set dynamic_sampling."
+        )
+        yield CheckFinding("no-variance", "warning", "groups", text, mend)
+
+
+def _lengths(ended: Sequence[Rollout], numbers: dict[str, Any], sampling: dict[str, Any]) -> Iterator[CheckFinding]:
+    lengths = sorted(rollout.usage.completion_tokens or 0 for rollout in ended)
+    at = {
+        name: lengths[min(len(lengths) - 1, int(share * len(lengths)))]
+        for name, share in (("median", 0.5), ("p95", 0.95))
+    }
+    cut = numbers["truncated"]
+    limit = sampling.get("max_completion_tokens") or sampling.get("max_tokens")
+    whole = [rollout.usage.completion_tokens or 0 for rollout in ended if not rollout.is_truncated]
+    # a quarter of room above the longest that ended by itself; twice the limit where many were cut
+    wanted = 1.25 * max(whole, default=0)
+    if cut > _MOST_CUT:
+        wanted = max(wanted, 2 * (limit or lengths[-1]))
+    suggested = max(_STEP, -(-int(wanted) // _STEP) * _STEP)
+    numbers["completion_tokens"] = {**at, "most": lengths[-1]}
+    numbers["suggested_max_completion_length"] = suggested
+    if cut > _MOST_CUT:
+        text = f"{cut:.0%} of the rollouts were cut off{f' at {limit} tokens' if limit else ''}"
+        mend = f"allow about {suggested} tokens (-t, or max_completion_length in training), or ask for less."
+        yield CheckFinding("cut-off", "warning", "answers", text, mend)
+
+
+def _unread(env: Any, ended: Sequence[Rollout], numbers: dict[str, Any]) -> Iterator[CheckFinding]:
+    unread = []
+    # a call of a tool is an answer of its own
+    said = [rollout for rollout in ended if not _calls_a_tool(rollout)]
+    for rollout in said:
+        member = env.get_env_for_task(rollout.task) if hasattr(env, "get_env_for_task") else env
+        try:
+            if member.parser.parse_answer(rollout.completion) in (None, ""):
+                unread.append(rollout)
+        except Exception:
+            unread.append(rollout)  # a parser of the user's own may refuse anything
+    numbers["no_answer_read"] = _share(len(unread), len(said))
+    if len(unread) > _MOST_UNREAD * len(said):
+        rows = dict.fromkeys(rollout.key.example_id for rollout in unread)
+        text = f"the parser reads no answer from {len(unread)} of {len(said)} completions"
+        mend = "tell the format in the prompt, with an example, or train the format first."
+        yield CheckFinding("no-answer-read", "warning", named_rows(rows), text, mend)
+
+
+def _calls_a_tool(rollout: Rollout) -> bool:
+    last = rollout.completion[-1] if isinstance(rollout.completion, list) and rollout.completion else {}
+    return bool(last.get("tool_calls")) or last.get("role") == "tool"
+
+
+def _format_alone(env: Any, ended: Sequence[Rollout], numbers: dict[str, Any]) -> Iterator[CheckFinding]:
+    weights = dict(zip(env.rubric.get_reward_func_names(), env.get_reward_weights(), strict=False))
+    earned = {name: sum(weight * one.metrics.get(name, 0.0) for one in ended) for name, weight in weights.items()}
+    total, of_format = sum(earned.values()), sum(value for name, value in earned.items() if "format" in name)
+    if total <= 0 or not of_format:
+        return
+    numbers["reward_from_format"] = _share(of_format, total)
+    if of_format > _MOST_FORMAT * total:
+        text = f"{of_format / total:.0%} of all reward is for the format"
+        mend = "give the format less weight, or the model will learn it and nothing else at first."
+        yield CheckFinding("format-earns-most", "warning", "rubric", text, mend)
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0

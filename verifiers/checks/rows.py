@@ -11,7 +11,7 @@ from typing import Any
 from verifiers.checks.check_report import CheckFinding, Severity, named_rows
 from verifiers.envs.datasets import row_fields
 from verifiers.rubrics.judge_rubric import question_text
-from verifiers.rubrics.scoring import parameters_of, reward_name
+from verifiers.rubrics.scoring import reward_name, signature_of
 
 NGRAM = 8
 """Words of the pieces by which near repetitions are found."""
@@ -70,7 +70,7 @@ def _missing_answers(env: Any, rows: list[Fields], kind: str) -> Iterator[CheckF
         by_task.setdefault(task, []).append(place)
     for task, places in by_task.items():
         member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
-        reading = [reward_name(func) for func in member.get_reward_funcs() if "answer" in parameters_of(func)[0]]
+        reading = [reward_name(func) for func in member.get_reward_funcs() if "answer" in signature_of(func).names]
         without = [place for place in places if rows[place][1] in ("", None)]
         is_whole = len(without) == len(places)
         if without and (reading or not is_whole):

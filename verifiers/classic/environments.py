@@ -19,12 +19,11 @@ from verifiers.classic import token_processing
 from verifiers.classic.outputs import complete_or_awaitable, generate_outputs, raise_failure, to_dataset
 from verifiers.classic.rubrics import scores_by_columns
 from verifiers.concurrency import gather_owned
-from verifiers.data.shard import Shard
-from verifiers.envs.conversation import add_response, begin_turns, offered_tools, said_so_far, tools_of_info
+from verifiers.data.sampler import Shard
 from verifiers.envs.datasets import row_fields
-from verifiers.envs.environment import is_state_call
+from verifiers.envs.environment import is_state_call, offered_tools
 from verifiers.envs.lifecycle import marked_methods, maybe_await, teardown_at_exit
-from verifiers.envs.multiturn_env import change
+from verifiers.envs.multiturn_env import add_response, begin_turns, change, tools_of_info
 from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError, Error
 from verifiers.inference.limiter import Limiter
@@ -579,7 +578,7 @@ def _is_completed(method: Callable[..., Any]) -> Any:
         if not is_state_call(args, kwargs):
             return bool(await maybe_await(method, self, *args, **kwargs))
         state = args[0] if args else kwargs["state"]
-        if await maybe_await(method, self, said_so_far(state), state):
+        if await maybe_await(method, self, joined(state["prompt"], state["completion"]), state):
             return True
         for stop in marked_methods(self, "stop"):
             if await maybe_await(stop, state):

@@ -31,9 +31,9 @@ from verifiers.rubrics.scoring import (
     is_group_func,
     note_failure,
     one_number,
-    parameters_of,
     reward_name,
     reward_values,
+    signature_of,
     store_scores,
     take_failures,
 )
@@ -309,7 +309,7 @@ async def _by_score_rollout(
     `score_sem` is given to a method that takes it, and else entered around the call.
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
-    names, _ = parameters_of(rubric.score_rollout)
+    names = signature_of(rubric.score_rollout).names
     if "state" in names and "completion" not in names:
         arguments: dict[str, Any] = {"state": state}
         if "score_sem" in names:
@@ -390,5 +390,7 @@ def _score_or_failure(result: Any, state: State) -> RolloutScore:
 
 def _accepted(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that a method takes."""
-    names, takes_everything = parameters_of(method)
-    return arguments if takes_everything else {name: value for name, value in arguments.items() if name in names}
+    signature = signature_of(method)
+    if signature.takes_everything:
+        return arguments
+    return {name: value for name, value in arguments.items() if name in signature.names}

@@ -118,7 +118,7 @@ def parser() -> CommandParser:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    from verifiers.data.shard import Shard
+    from verifiers.data.sampler import Shard
     from verifiers.integrations.harbor_task import ORACLE
     from verifiers.log import redact_logs, setup_logging
     from verifiers.testing.fake_model import FAKE_MODEL
@@ -317,7 +317,7 @@ def _run_plan(
 ) -> dict[str, Any]:
     from verifiers.envs.datasets import count_trained_on
     from verifiers.evals.evaluation_run import fingerprint
-    from verifiers.evals.provenance import environment_provenance, git_provenance, versions
+    from verifiers.evals.store import environment_provenance, git_provenance, versions
 
     return {
         "env": args.env,

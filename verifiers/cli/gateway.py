@@ -88,9 +88,8 @@ def record(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace, entry: EndpointEntry, sampling: dict[str, Any], redact: Redactor) -> int:
-    from verifiers.evals.provenance import git_provenance, versions
     from verifiers.evals.results import RolloutResults
-    from verifiers.evals.store import ResultStore, new_run_directory
+    from verifiers.evals.store import ResultStore, git_provenance, new_run_directory, versions
     from verifiers.evals.summary import run_summary
     from verifiers.inference.limiter import Limiter
     from verifiers.inference.retry import RetryPolicy

@@ -64,7 +64,7 @@ def _init_model(args: argparse.Namespace) -> int:
     # read once, when torch is imported: idle threads must not spin
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        from verifiers.train.pypi_model import make_smollm2
+        from verifiers.train.models import make_smollm2
         from verifiers.train.tiny_model.warm_start import make_tiny_model
     except ImportError as error:
         raise ConfigError(f"--model needs {error.name}, which is not installed; {install_hint('train')}.") from error

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Unpack
 
 from verifiers.concurrency import threads_for
-from verifiers.envs.conversation import begin_turns
 from verifiers.envs.environment import Environment
+from verifiers.envs.multiturn_env import begin_turns
 from verifiers.errors import AgentError, ConfigError
 from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.gateway import Gateway, gateway_of_loop

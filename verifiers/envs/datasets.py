@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
 from verifiers.keywords import warn_once
-from verifiers.rubrics.scoring import parameters_of, reward_name
+from verifiers.rubrics.scoring import reward_name, signature_of
 from verifiers.types import ChatMessage, Info, Messages, MessageType, drop_none
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class LazyDataset:
         if dataset is not None and not callable(dataset):
             dataset = env.format_dataset(dataset, env.system_prompt, env.few_shot)
             if len(dataset) and "answer" not in dataset.column_names:
-                named = [reward_name(func) for func in env.get_reward_funcs() if "answer" in parameters_of(func)[0]]
+                named = [reward_name(func) for func in env.get_reward_funcs() if "answer" in signature_of(func).names]
                 if named:
                     text = f"No row has an answer: {', '.join(named)} will be given an empty one."
                     warn_once(__name__, text)

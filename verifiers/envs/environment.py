@@ -10,16 +10,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.envs import datasets
-from verifiers.envs.conversation import call_model, offered_tools
 from verifiers.envs.lifecycle import run_teardown
-from verifiers.errors import ConfigError
+from verifiers.envs.tools import openai_tools
+from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
+from verifiers.inference.retry import is_context_overflow
+from verifiers.inference.wire import overlong_response
 from verifiers.keywords import set_extra_keywords
 from verifiers.notebook import environment_html
 from verifiers.parsers.parser import Parser
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run, play
 from verifiers.rubrics.rubric import Rubric, RubricGroup
-from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, RewardFunc, SamplingArgs, State
+from verifiers.types import (
+    ChatMessage,
+    Messages,
+    MessageType,
+    ModelResponse,
+    RewardFunc,
+    SamplingArgs,
+    State,
+    message_field,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,6 +38,8 @@ if TYPE_CHECKING:
     from verifiers.classic.environments import ClassicCalls
 else:
     ClassicCalls = object
+
+logger = logging.getLogger("verifiers.envs")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -119,6 +132,23 @@ class _ClassicCall:
         from verifiers.classic.environments import ClassicCalls
 
         return vars(ClassicCalls)[self._name].__get__(env, owner)
+
+
+class OfferedTools(list[Any]):
+    """The tools that a state begins with, under both names; another list there is the environment's own."""
+
+
+def offered_tools(state: Mapping[str, Any], default: list[Any] | None) -> list[Any] | None:
+    """Return the tools of the next model call: what was set in the state, those it began with, or the default."""
+    named = [tools for name in ("tool_defs", "oai_tools") if (tools := state.get(name)) is not None]
+    own = [tools for tools in named if type(tools) is not OfferedTools]
+    return own[0] if own else next((tools for tools in named if tools), default)
+
+
+def _has_audio(messages: list[ChatMessage]) -> bool:
+    contents = [message_field(message, "content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any("audio" in str(message_field(part, "type", "")) for part in parts)
 
 
 class Environment(ClassicCalls):
@@ -294,19 +324,47 @@ class Environment(ClassicCalls):
     ) -> ModelResponse:
         """Return the policy's answer to `prompt`; what is left out is taken from the state.
 
+        One with id "overlong-prompt" stands for a prompt that does not fit the context. Chat renames max_tokens to
+        max_completion_tokens, OpenAI's present name; None values are dropped; a prompt with audio asks for text back
+        unless told otherwise.
+
         Raises:
-            As `verifiers.envs.conversation.call_model`.
+            ConfigError: tools in completion mode.
         """
-        given = tool_defs if oai_tools is None else oai_tools
-        return await call_model(
-            client if client is not None else state["client"],
-            model if model is not None else state["model"],
-            prompt,
-            message_type=message_type or self.message_type,
-            oai_tools=offered_tools(state, self.oai_tools) if given is None else given,
-            sampling_args=sampling_args if sampling_args is not None else state.get("sampling_args"),
-            logger=getattr(self, "logger", None),
-        )
+        client = client if client is not None else state["client"]
+        model = model if model is not None else state["model"]
+        message_type = message_type or self.message_type
+        tools = tool_defs if oai_tools is None else oai_tools
+        if tools is None:
+            tools = offered_tools(state, self.oai_tools)
+        sampling_args = sampling_args if sampling_args is not None else state.get("sampling_args")
+        arguments = {name: value for name, value in (sampling_args or {}).items() if value is not None}
+        if message_type == "chat":
+            if "max_tokens" in arguments:
+                arguments.setdefault("max_completion_tokens", arguments["max_tokens"])
+                del arguments["max_tokens"]
+            if tools:
+                arguments["tools"] = openai_tools(tools)
+            if isinstance(prompt, list) and _has_audio(prompt):
+                arguments.setdefault("modalities", ["text"])
+            create, content = client.chat.completions.create, {"messages": prompt}
+        else:
+            if tools:
+                raise ConfigError("oai_tools are not supported for completion tasks; use message_type='chat'.")
+            create, content = client.completions.create, {"prompt": prompt}
+        try:
+            result = create(model=model, **content, **arguments)
+            response = await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            status, text = getattr(error, "status_code", None), f"{error} {getattr(error, 'body', '')}"
+            if not isinstance(error, OverlongPromptError) and not is_context_overflow(status, text):
+                raise
+            logger.debug("prompt too long, the rollout ends as truncated: %s", error)
+            return overlong_response(model, message_type)
+        # a test double of the classic API may answer with a dict of its own
+        if not isinstance(response, dict) and not getattr(response, "choices", None):
+            raise EmptyModelResponseError(f"the answer of model {model!r} has no choices: {response!r:.300}")
+        return response
 
     @property
     def tool_defs(self) -> Any:

@@ -4,16 +4,77 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from verifiers.envs.conversation import add_response, ask_model, begin_turns, said_so_far
-from verifiers.envs.environment import Environment, by_state, names_of_classic
+from verifiers.envs.environment import Environment, OfferedTools, by_state, names_of_classic
 from verifiers.envs.lifecycle import marked_methods, maybe_await
 from verifiers.errors import ConfigError, Error, OverlongPromptError
+from verifiers.inference.wire import assistant_message
 from verifiers.keywords import EnvironmentOptions
-from verifiers.types import Messages, State, joined
+from verifiers.types import Messages, MessageType, ModelResponse, State, joined
+
+
+class TurnCount(int):
+    """The loop's own `state["turn"]`; an environment that counts there itself makes it a plain int."""
+
+
+def begin_turns(state: State, oai_tools: list[dict[str, Any]] | None) -> None:
+    """Put into a state that begins the tools that are offered, unless its row has its own, and the count of turns."""
+    tools = OfferedTools(tools_of_info(state["info"]) or oai_tools or ())
+    state["oai_tools"], state["tool_defs"] = tools or None, tools
+    state["turn"] = TurnCount(0)
+
+
+def tools_of_info(info: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a row brings, by either of their names."""
+    return info.get("oai_tools") or info.get("tool_defs")
+
+
+class _Step(dict[str, Any]):
+    """A step of the trajectory (`TrajectoryStep`), whose `tokens` are made when they are read."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if name == "tokens" and value is None:
+            from verifiers.classic.token_processing import step_tokens
+
+            return step_tokens(self["response"], "completion" if isinstance(self["prompt"], str) else "chat")
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - `get` would not read `tokens`
+
+
+def add_response(state: State, prompt: Messages, response: ModelResponse, message_type: MessageType) -> None:
+    """Note an answer of the policy in the state: `responses`, `turn`, `completion` and a step of the trajectory."""
+    state["responses"].append(response)
+    choice = response.choices[0]
+    is_truncated = getattr(choice, "finish_reason", None) == "length"
+    if getattr(response, "id", None) == "overlong-prompt":
+        state["prompt_too_long"] = state["is_truncated"] = True
+    if isinstance(prompt, str):
+        # where in the completion's text the policy's words begin
+        state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
+    if isinstance(state.get("turn"), TurnCount):
+        state["turn"] = TurnCount(state["turn"] + 1)
+    completion: Messages = [assistant_message(choice.message)] if message_type == "chat" else choice.text or ""
+    state["trajectory"].append(
+        _Step(
+            prompt=prompt,
+            completion=completion,
+            response=response,
+            tokens=None,
+            reward=None,
+            advantage=None,
+            is_truncated=is_truncated,
+            extras={},
+            trajectory_id=state.get("trajectory_id"),
+        )
+    )
+    state["completion"] = joined(state["completion"], completion)
 
 
 def _note_error(state: State, error: Error) -> None:
@@ -133,16 +194,14 @@ class MultiTurnEnv(Environment):
 
     async def _turn(self, state: State, marked: Sequence[Callable[..., Any]]) -> tuple[bool, Messages | None]:
         """Let the policy answer and the environment reply; return True where the rollout is over, and the reply."""
-        messages: Messages = said_so_far(state)
-        if getattr(self.get_model_response, "__func__", None) is MultiTurnEnv.get_model_response:
-            response = await ask_model(self, state, messages)
-        else:
-            response = await maybe_await(self.get_model_response, state, messages)
+        messages: Messages = joined(state["prompt"], state["completion"])
+        answer = self.get_model_response(state, messages)
+        response = await answer if inspect.isawaitable(answer) else answer
         add_response(state, messages, response, self.message_type)
         if await self._is_over(state, marked):
             return True, None
         reply: Messages | None = None
-        given = await maybe_await(self.env_response, said_so_far(state), state)
+        given = await maybe_await(self.env_response, joined(state["prompt"], state["completion"]), state)
         if isinstance(given, tuple):
             given, entries = given
             change(state, entries)

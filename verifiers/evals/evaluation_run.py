@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verifiers.data.sampler import rollout_seed
-from verifiers.data.shard import Shard
+from verifiers.data.sampler import Shard, rollout_seed
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.results import RolloutResults

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verifiers.data.shard import Shard
+from verifiers.data.sampler import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import IDENTITY
 from verifiers.evals.results import RolloutResults

@@ -16,9 +16,8 @@ from typing import Any
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
 from verifiers.evals.evaluation_run import EVALUATION_BLOCK, reward_bounds
-from verifiers.evals.provenance import versions
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import ResultStore, StoredRun, require_whole
+from verifiers.evals.store import ResultStore, StoredRun, require_whole, versions
 from verifiers.evals.summary import run_summary
 from verifiers.inference.limiter import Limiter
 from verifiers.log import Redactor

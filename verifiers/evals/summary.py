@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verifiers.data.shard import Shard
+from verifiers.data.sampler import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.results import Counts, RolloutResults
 from verifiers.evals.statistics import (

@@ -462,7 +462,10 @@ def _encode(body: Mapping[str, Any]) -> bytes:
         text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
     except TypeError as error:
         raise ConfigError(f"a request body cannot be written as JSON: {error}") from error
-    return whole_characters(text).encode()
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return whole_characters(text).encode()
 
 
 async def _decode(content: bytes, url: str) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class ServerClient:
     def __init__(self, base_url: str, api_key: str = "EMPTY", timeout_s: float = 60.0) -> None:
         self.root = base_url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
+        # looked up once, as aiohttp would do it for every request
+        self._proxy = proxy_for(self.root)
         self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
 
     @property
@@ -83,10 +85,10 @@ class ServerClient:
         connect_s = min(_CONNECT_S, 0.9 * limit_s)
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=connect_s)
         data = None if body is None else json.dumps(body).encode()
-        asked, proxy = f"{method} {self.root}{path}", proxy_for(self.root)
+        asked = f"{method} {self.root}{path}"
         try:
             async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout, proxy=proxy) as session,
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout, proxy=self._proxy) as session,
                 session.request(method, self.root + path, data=data) as response,
             ):
                 status = response.status

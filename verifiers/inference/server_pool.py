@@ -33,7 +33,7 @@ from verifiers.inference.server_client import (
     log_retry,
     passes_in_place,
 )
-from verifiers.inference.wire import plain_data, sampled_tokens
+from verifiers.inference.wire import plain_data, version_spans
 from verifiers.loop_thread import LoopThread
 
 logger = logging.getLogger("verifiers.rollouts")
@@ -439,8 +439,7 @@ class ServerPool:
         return answer
 
     async def _refuse_unpushed(self, replica: Replica, answer: Any, sent_at: float) -> None:
-        answer = plain_data(answer)
-        spans = sampled_tokens(answer).versions if answer.get("choices") else ()
+        spans = version_spans(plain_data(answer))
         names = [span.get("version") for span in spans if isinstance(span, Mapping)]
         foreign = {str(name).removesuffix("+reload") for name in names if isinstance(name, (str, int))} - self._pushed
         if foreign:

@@ -319,6 +319,13 @@ class SampledTokens:
     kept: list[list[int]] | None = None
 
 
+def version_spans(answer: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the spans of tokens of an answer's first choice, with the version of their weights, as they came."""
+    choices = answer.get("choices")
+    spans = choices[0].get("weight_versions") or () if choices else ()
+    return spans if isinstance(spans, (list, tuple)) else [spans]
+
+
 def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
     """Return the tokens of a chat or text completion that has a choice, given as plain data."""
     choice = answer["choices"][0]
@@ -338,7 +345,7 @@ def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
         prompt_ids,
         completion_ids,
         logprobs,
-        versions=spans if isinstance(spans := choice.get("weight_versions") or (), (list, tuple)) else [spans],
+        versions=version_spans(answer),
         finish_reason=choice.get("finish_reason"),
         usage=Usage(
             counted.get("prompt_tokens", _length(prompt_ids)),

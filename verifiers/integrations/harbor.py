@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verifiers.envs.agent_env import GatewayEnv
-from verifiers.envs.conversation import begin_turns
 from verifiers.envs.lifecycle import stop
+from verifiers.envs.multiturn_env import begin_turns
 from verifiers.envs.program_env import checked_words, filled, gateway_variables, placeholder_values
 from verifiers.envs.tool_env import ToolEnv, result_text, shortened
 from verifiers.errors import ConfigError, GradingError, SandboxError

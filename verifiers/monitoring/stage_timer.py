@@ -99,12 +99,6 @@ class StageUse:
     most_running: int = 0
     generator: ActivityReading = field(default_factory=ActivityReading)
 
-    def add(self, other: StageUse) -> None:
-        self.seconds += other.seconds
-        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
-        self.most_running = max(self.most_running, other.most_running)
-        self.generator = self.generator + other.generator
-
 
 class StageTimer:
     """A timer of `STAGES` since `start`. Belongs to the trainer's thread; others may look at `current`.
@@ -163,17 +157,18 @@ class StageTimer:
     def _add_elapsed(self) -> None:
         """Add the time since the last call to the stage that ran."""
         now = self.now()
-        use = StageUse(now - self._added_until)
+        use = self._uses.setdefault(self.current, StageUse())
+        use.seconds += now - self._added_until
         self._added_until = now
         if self.memory is not None:
-            use.peak_bytes = self.memory.take()
+            use.peak_bytes = max(use.peak_bytes, self.memory.take())
         if self.activity is not None:
             reading = self.activity.read()
             most_running = self.activity.take_most_running()
             if self._read_from is self.activity:
-                use.generator, use.most_running = reading - self._reading, most_running
+                use.generator += reading - self._reading
+                use.most_running = max(use.most_running, most_running)
             self._read_from, self._reading = self.activity, reading
-        self._uses.setdefault(self.current, StageUse()).add(use)
 
 
 def in_stage(name: str) -> Callable[[_Method], _Method]:

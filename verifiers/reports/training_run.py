@@ -15,7 +15,7 @@ from verifiers.errors import ConfigError
 from verifiers.evals.store import RESULTS, iter_rows, parse_row
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.findings import Finding, find_bottleneck
-from verifiers.monitoring.history import Evaluations, History, eval_set_label, read_history, thin_points
+from verifiers.monitoring.history import Evaluations, History, eval_set_label, find_trends, read_history, thin_points
 from verifiers.monitoring.run_log import (
     METRICS,
     OTHER_ERRORS,
@@ -27,7 +27,6 @@ from verifiers.monitoring.run_log import (
     shown_messages,
 )
 from verifiers.monitoring.stage_timer import STAGES, RunTime
-from verifiers.monitoring.trends import find_trends
 from verifiers.notebook import finite
 from verifiers.reports.page import TRAINING_SCRIPTS, page_text, write_page
 

@@ -8,6 +8,7 @@ of that whole list which were kept.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
 import random
@@ -97,7 +98,9 @@ class BlockRun:
     ) -> None:
         self.block_id = batch.batch_id
         self.begun = asyncio.Event()
-        self._run = dataclasses.replace(run, on_end=_pack_rows)
+        # the run's settings were checked when it was made
+        self._run = copy.copy(run)
+        self._run.on_end = _pack_rows
         self._policy = policy or GroupPolicy()
         planned = requests_by_prompt(batch.requests)
         self._candidates = [*planned, *requests_by_prompt(batch.replacements)]

@@ -245,7 +245,8 @@ class RolloutClient(_OpenAIClient):
         self._model = model
         self._seed = seed
         self._require_tokens = require_tokens
-        self._policy_version = policy_version
+        # version 0 where nothing is pushed
+        self._policy_version = policy_version or int
         self._tokens = TokenTurns(token_in) if token_in is not None else None
         self._check_call = check_call
         self._vocab_size = vocab_size
@@ -414,7 +415,7 @@ class RolloutClient(_OpenAIClient):
 
         async def attempt() -> _Sampled:
             await self._wait_for_request()
-            version = self._version_now()
+            version = self._policy_version()
             response = await self._backend.call(path, arguments)
             tokens = check_tokens(
                 plain_data(response),
@@ -432,9 +433,6 @@ class RolloutClient(_OpenAIClient):
         if self._limiter is not None:
             await self._limiter.wait_for_request(begins=not self._has_asked)
             self._has_asked = True
-
-    def _version_now(self) -> int:
-        return self._policy_version() if self._policy_version is not None else 0
 
     def _count_retry(self, _: Exception) -> None:
         self.retries += 1
@@ -473,7 +471,7 @@ class RolloutClient(_OpenAIClient):
         if tokens.prompt_ids is None or tokens.completion_ids is None or tokens.logprobs is None:
             return None
         versions, all_reported = _versions(tokens.versions, len(tokens.completion_ids), version_before)
-        version_after = version_before if all_reported else self._version_now()
+        version_after = version_before if all_reported else self._policy_version()
         # it is unknown before which token a push in between came, so both versions stand for all of them
         newest = version_after if version_after != version_before else None
         held = self._ids.append(tokens.prompt_ids, tokens.completion_ids)

@@ -20,7 +20,7 @@ from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import SingleFlight, parameters_of
+from verifiers.rubrics.scoring import SingleFlight, signature_of
 from verifiers.types import Messages, RewardFunc, State, content_text, message_field, message_text
 
 T = TypeVar("T")
@@ -242,7 +242,7 @@ class JudgeRubric(Rubric):
 
     def refuse_unsupplied(self) -> None:
         super().refuse_unsupplied()
-        names = {name for func in self.reward_funcs for name in parameters_of(func)[0]}
+        names = {name for func in self.reward_funcs for name in signature_of(func).names}
         if isinstance(self.judge_client, LazyOpenAI) and names & {"judge", "judge_client", "verdict"}:
             _ = self.judge_client.api_key
 

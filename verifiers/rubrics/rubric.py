@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 from verifiers.errors import ConfigError, GradingError
-from verifiers.keywords import check_parameters, required_parameters, set_extra_keywords, warn_once
+from verifiers.keywords import nearest_name, set_extra_keywords, warn_once
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.scoring import (
     ARGUMENTS,
@@ -24,6 +24,7 @@ from verifiers.rubrics.scoring import (
     reward_name,
     reward_names,
     reward_values,
+    signature_of,
     store_scores,
 )
 from verifiers.types import RewardFunc, RolloutScore, State
@@ -178,7 +179,7 @@ class Rubric:
             return  # a rubric that calls functions in its own way
         for func in self.get_reward_funcs():
             known = {*(PLURALS if is_group_func(func) else (*ARGUMENTS,)), *self.class_objects}
-            missing = next((name for name in required_parameters(func) if name not in known), None)
+            missing = next((name for name in signature_of(func).required if name not in known), None)
             if missing is not None:
                 of_trl = " One of TRL's form is vf.from_trl(func)." if is_group_func(func) else ""
                 raise ConfigError(
@@ -209,9 +210,10 @@ class Rubric:
         if self.is_empty:
             warn_once(self.logger.name, "A rubric has no reward function: every reward is 0.0; give it funcs=[...].")
         calls = [self.reward_call(func) for func in self.reward_funcs]
+        names = reward_names(self.reward_funcs)
         columns = await reward_values(calls, states, self.class_objects, parallel=self.parallelize_scoring)
         scores = [RolloutScore(0.0) for _ in states]
-        for name, weight, values in zip(reward_names(self.reward_funcs), self.reward_weights, columns, strict=True):
+        for name, weight, values in zip(names, self.reward_weights, columns, strict=True):
             for score, value in zip(scores, values, strict=True):
                 if isinstance(value, list):
                     by_turn = [weight * one for one in value]
@@ -293,7 +295,13 @@ class Rubric:
             )
         known = {*ARGUMENTS, *PLURALS, *self.class_objects}
         for func in funcs if self.checks_parameters else ():
-            check_parameters(f"The reward function {reward_name(func)!r}", func, known)
+            for name in signature_of(func).required:
+                near = None if name in known else nearest_name(name, known)
+                if near is not None:
+                    raise ConfigError(
+                        f"The reward function {reward_name(func)!r} has a parameter {name!r}, which no caller "
+                        f"supplies; did you mean {near!r}?"
+                    )
         for func in funcs:
             match _bounds_of(func):
                 case None:

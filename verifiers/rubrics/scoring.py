@@ -19,7 +19,7 @@ import reprlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
@@ -79,9 +79,9 @@ def store_scores(states: Sequence[State], scores: Sequence[RolloutScore], starte
 
 def take_failures(state: State, score: RolloutScore) -> RolloutScore:
     """Give a score the failures that the state has, and the state those that the score has."""
-    noted = state.get("grading_errors") or []
-    if noted or score.errors:
-        failures = [*noted, *(failed for failed in score.errors if failed not in noted)]
+    noted, found = state.get("grading_errors") or [], score["errors"]
+    if noted or found:
+        failures = [*noted, *(failed for failed in found if failed not in noted)]
         state["grading_errors"] = failures
         score["errors"] = list(failures)
     return score
@@ -134,19 +134,19 @@ class RewardCall:
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self._names, self._takes_everything = parameters_of(func)
-        self.is_group = not PLURALS.isdisjoint(self._names)
+        self._signature = signature = signature_of(func)
+        self.is_async = signature.is_async
+        self.is_group = not PLURALS.isdisjoint(signature.names)
         self.read: Callable[[Any], Reward] = getattr(func, _REWARDS, finite_float)
-        self.is_async = is_async_function(func)
         # calls that are made side by side: without `await` a judge's answer blocks its thread for seconds
-        self.waits = self.is_async or "judge" in self._names
+        self.waits = self.is_async or "judge" in signature.names
 
     def result(self, values: Mapping[str, Any]) -> Any:
         """Call the function with those of `values` that it names; return its result, or what it raised."""
         try:
-            if self._takes_everything:
+            if self._signature.takes_everything:
                 return self.func(**values)
-            return self.func(**{name: values[name] for name in self._names if name in values})
+            return self.func(**{name: values[name] for name in self._signature.names if name in values})
         except BaseException as error:  # looked at on the event loop, and never lost in a thread
             return error
 
@@ -162,25 +162,39 @@ class RewardCall:
         return await gather_owned([result(values) for values in of_calls])
 
 
-_parameters: WeakKeyDictionary[Callable[..., Any], tuple[tuple[str, ...], bool]] = WeakKeyDictionary()
+class Signature(NamedTuple):
+    """A function's parameters by name: all of them, those without a default, whether any other is taken; its kind."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_everything: bool
+    is_async: bool
 
 
-def parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the names of a function's parameters, and True where it takes any keyword."""
+_signatures: WeakKeyDictionary[Callable[..., Any], Signature] = WeakKeyDictionary()
+
+
+def signature_of(func: Callable[..., Any]) -> Signature:
+    """Return a function's signature, read once; an empty one of a builtin that has none."""
     # reading a signature costs more than most reward functions; some callables cannot be kept
     with contextlib.suppress(KeyError, TypeError):
-        return _parameters[func]
+        return _signatures[func]
     try:
         parameters = list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):
         # some builtins have no signature: the call itself will say what is wrong
         parameters = []
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = tuple(item.name for item in parameters if item.kind in by_name)
-    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+    named = [item for item in parameters if item.kind in by_name]
+    signature = Signature(
+        names=tuple(item.name for item in named),
+        required=tuple(item.name for item in named if item.default is item.empty),
+        takes_everything=any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters),
+        is_async=is_async_function(func),
+    )
     with contextlib.suppress(TypeError):
-        _parameters[func] = names, takes_everything
-    return names, takes_everything
+        _signatures[func] = signature
+    return signature
 
 
 async def _settled(result: Any) -> Any:
@@ -357,8 +371,8 @@ def is_group_func(func: Callable[..., Any]) -> bool:
 
 def reward_name(func: Callable[..., Any]) -> str:
     """Return a function's name; of a partial that of the function inside, of other callables that of their class."""
-    func = without_partials(func)
-    return getattr(func, "__name__", None) or type(func).__name__
+    named = func if hasattr(func, "__name__") else without_partials(func)
+    return getattr(named, "__name__", None) or type(named).__name__
 
 
 def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:

@@ -11,7 +11,7 @@ from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser, extract_boxed_answer
 from verifiers.rubrics.math_equality import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, math_verdict
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import parameters_of, reward_name
+from verifiers.rubrics.scoring import reward_name, signature_of
 from verifiers.types import RewardFunc, State, message_field, message_text
 
 
@@ -22,12 +22,13 @@ def from_trl(func: Callable[..., Any]) -> RewardFunc:
     name. Here these are the rows' `answer` and `task` and the keys of `info`, None where a row has none. It returns a
     list of numbers, or is async.
     """
-    names, takes_everything = parameters_of(func)
+    signature = signature_of(func)
 
     def of_group(prompts: Any, completions: Any, answers: Any, tasks: Any, infos: Any) -> Any:
         columns = {key: [info.get(key) for info in infos] for key in dict.fromkeys(k for info in infos for k in info)}
         given = {**columns, "prompts": prompts, "completions": completions, "answer": answers, "task": tasks}
-        return func(**(given if takes_everything else {name: given[name] for name in names if name in given}))
+        named = given if signature.takes_everything else {k: given[k] for k in signature.names if k in given}
+        return func(**named)
 
     of_group.__name__ = reward_name(func)
     return of_group

@@ -10,7 +10,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import CUTS, NEUTRAL, unless_neutral
-from verifiers.train.loss.loss_types import LOSS_TYPES
+from verifiers.train.loss.policy_loss import LOSS_TYPES
 
 CHOICES: dict[str, Collection[Any]] = {
     "loss_type": LOSS_TYPES,

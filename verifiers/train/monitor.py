@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import NothingScoredError
-from verifiers.evals.provenance import versions
+from verifiers.evals.store import versions
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_pool import ServerPool, credentials
 from verifiers.log import Redactor, secrets_of_run

@@ -29,8 +29,7 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequenc
 from verifiers.train.batching.micro_batches import MicroBatch, MicroSteps, all_micro_batches
 from verifiers.train.batching.training_block import build_training_block
 from verifiers.train.config import GRPOConfig
-from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
-from verifiers.train.loss.policy_loss import policy_loss
+from verifiers.train.loss.policy_loss import LOSS_TYPES, UpdateRows, policy_loss, token_weights
 from verifiers.train.loss.updates import LossMetrics
 from verifiers.types import Outcome, RolloutKey
 

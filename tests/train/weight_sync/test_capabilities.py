@@ -22,7 +22,8 @@ from verifiers.train.weight_sync import (
     NcclSync,
     choose_sync,
 )
-from verifiers.train.weight_sync.capabilities import (
+from verifiers.train.weight_sync.publisher import WeightPublisher
+from verifiers.train.weight_sync.verification import (
     OLDEST_VLLM,
     SAMPLE_TEXT,
     Capabilities,
@@ -30,7 +31,6 @@ from verifiers.train.weight_sync.capabilities import (
     old_server,
     read_capabilities,
 )
-from verifiers.train.weight_sync.publisher import WeightPublisher
 
 COMPLETE = Capabilities(
     root="http://127.0.0.1:1",

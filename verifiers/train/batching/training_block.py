@@ -41,7 +41,7 @@ from verifiers.train.batching.micro_batches import (
 )
 from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
-from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
+from verifiers.train.loss.policy_loss import LOSS_TYPES, UpdateRows, token_weights
 from verifiers.train.loss.prefixes import LEAST_SAVED, LEAST_SAVED_ON_GPU, SHARED_ROWS, share_prefixes, whole_rows
 from verifiers.types import RolloutKey
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.evals.evaluation_run import EvaluationRun, new_run
-from verifiers.evals.provenance import environment_provenance, git_provenance, versions
+from verifiers.evals.store import environment_provenance, git_provenance, versions
 from verifiers.log import Redactor
 from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
 

@@ -22,8 +22,8 @@ from verifiers.errors import WeightSyncError
 from verifiers.inference.retry import retry
 from verifiers.inference.server_client import CONTROL_RETRIES, RefusedError, ServerClient, passes_in_place
 from verifiers.inference.server_pool import PARTIALLY_LOADED, WeightUpdate, time_left
-from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
+from verifiers.train.weight_sync.verification import Capabilities
 
 BUFFER_BYTES = 2**29
 """Both sides send a buffer as soon as it holds more than this. NCCL takes at most 2**31 - 1 elements at once."""

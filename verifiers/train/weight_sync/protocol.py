@@ -15,7 +15,7 @@ from verifiers.errors import ConfigError, NotFiniteError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_client import ServerClient
 from verifiers.inference.server_pool import ServerPool
-from verifiers.train.weight_sync.capabilities import Capabilities
+from verifiers.train.weight_sync.verification import Capabilities
 
 
 class WeightSync(ABC):

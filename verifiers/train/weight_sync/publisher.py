@@ -19,9 +19,14 @@ from verifiers.inference.wire import MaskSource, mask_fields
 from verifiers.train.image_processor import RowImages
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
-from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
 from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded, require_finite
-from verifiers.train.weight_sync.verification import LogprobCheck, vocab_size_of
+from verifiers.train.weight_sync.verification import (
+    LogprobCheck,
+    check_capabilities,
+    old_server,
+    read_capabilities,
+    vocab_size_of,
+)
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig

@@ -18,8 +18,8 @@ from typing import Any
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.server_client import RefusedError, ServerClient
 from verifiers.inference.server_pool import Load, WeightUpdate
-from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
+from verifiers.train.weight_sync.verification import Capabilities
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "verifiers-weights-"

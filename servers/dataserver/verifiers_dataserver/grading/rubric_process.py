@@ -16,7 +16,7 @@ from typing import Any
 
 async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
     """Score one group, {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}, by the rubric."""
-    from verifiers.envs.conversation import begin_turns
+    from verifiers.envs.multiturn_env import begin_turns
     from verifiers.rollouts.rollout import RolloutRequest
     from verifiers.rollouts.run import begin_state
     from verifiers.types import RolloutKey
