@@ -70,6 +70,7 @@ def train(args: argparse.Namespace) -> tuple[int, float]:
     import torch
 
     import verifiers as vf
+    from verifiers.train.cpu_linear import multiplies_bfloat16
 
     has_gpu = torch.cuda.is_available()
     steps = args.steps or (2 if args.quick else 24)
@@ -79,7 +80,7 @@ def train(args: argparse.Namespace) -> tuple[int, float]:
         seed=args.seed,
         rollout_device="cuda:0" if has_gpu else "cpu",
         # a step takes two thirds of the time where the processor multiplies such numbers
-        bf16=not has_gpu and torch.cpu.get_capabilities().get("avx512_bf16", False),
+        bf16=not has_gpu and multiplies_bfloat16(),
         max_steps=steps,
         learning_rate=1e-5 if args.full else 6e-4,
         lr_scheduler_type="linear",

@@ -139,20 +139,23 @@ def test_a_copy_on_the_gpu_of_any_rank_shares_it(
 
 
 @pytest.mark.parametrize(
-    ("settings", "dtype"),
+    ("settings", "has_products", "dtype"),
     [
-        ({"bf16": True}, torch.bfloat16),
-        ({"fp16": True}, torch.float16),
-        ({}, None),
-        ({"bf16": True, "rollout_device": "cpu"}, torch.bfloat16),
-        ({"bf16": True, "old_logprobs_on_rollout_device": True}, None),
-        ({"bf16": True, "cast_lm_head_to_fp32": True}, None),
+        ({"bf16": True}, False, torch.bfloat16),
+        ({"fp16": True}, False, torch.float16),
+        ({}, True, None),
+        ({"bf16": True, "rollout_device": "cpu"}, True, torch.bfloat16),
+        ({"bf16": True, "rollout_device": "cpu"}, False, None),
+        ({"fp16": True, "rollout_device": "cpu"}, True, None),
+        ({"bf16": True, "old_logprobs_on_rollout_device": True}, True, None),
+        ({"bf16": True, "cast_lm_head_to_fp32": True}, True, None),
     ],
     ids=str,
 )
 def test_the_copy_in_this_process_has_the_half_precision_that_the_trainer_computes_in(
-    settings: dict[str, Any], dtype: torch.dtype | None
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], has_products: bool, dtype: torch.dtype | None
 ) -> None:
+    monkeypatch.setattr("verifiers.train.weight_sync.publisher.multiplies_bfloat16", lambda: has_products)
     names = ("bf16", "fp16", "old_logprobs_on_rollout_device", "cast_lm_head_to_fp32")
     args: Any = SimpleNamespace(**{**dict.fromkeys(names, False), "rollout_device": "cuda:0", **settings})
     assert dtype_of_copy(args) is dtype

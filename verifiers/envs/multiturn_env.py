@@ -53,6 +53,7 @@ def add_response(state: State, prompt: Messages, response: ModelResponse, messag
     state["responses"].append(response)
     choice = response.choices[0]
     is_truncated = getattr(choice, "finish_reason", None) == "length"
+    completion: Messages = [assistant_message(choice.message)] if message_type == "chat" else choice.text or ""
     if getattr(response, "id", None) == "overlong-prompt":
         state["prompt_too_long"] = state["is_truncated"] = True
     if isinstance(prompt, str):
@@ -60,7 +61,6 @@ def add_response(state: State, prompt: Messages, response: ModelResponse, messag
         state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
     if isinstance(state.get("turn"), TurnCount):
         state["turn"] = TurnCount(state["turn"] + 1)
-    completion: Messages = [assistant_message(choice.message)] if message_type == "chat" else choice.text or ""
     state["trajectory"].append(
         _Step(
             prompt=prompt,

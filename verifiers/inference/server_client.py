@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -64,13 +65,16 @@ class ServerClient:
     def __init__(self, base_url: str, api_key: str = "EMPTY", timeout_s: float = 60.0) -> None:
         self.root = base_url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
-        # looked up once, as aiohttp would do it for every request
-        self._proxy = proxy_for(self.root)
         self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
 
     @property
     def url(self) -> str:
         return self.root + "/v1"
+
+    @functools.cached_property
+    def _proxy(self) -> str | None:
+        # looked up once, where aiohttp would do it for every request
+        return proxy_for(self.root)
 
     async def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """Return the parsed JSON of a 2xx answer (None for an empty one).

@@ -371,8 +371,8 @@ def is_group_func(func: Callable[..., Any]) -> bool:
 
 def reward_name(func: Callable[..., Any]) -> str:
     """Return a function's name; of a partial that of the function inside, of other callables that of their class."""
-    named = func if hasattr(func, "__name__") else without_partials(func)
-    return getattr(named, "__name__", None) or type(named).__name__
+    func = without_partials(func) if isinstance(func, functools.partial) else func
+    return getattr(func, "__name__", None) or type(func).__name__
 
 
 def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 
+def multiplies_bfloat16() -> bool:
+    """Return True where the processor has products of bfloat16 numbers: others take longer for them, not shorter."""
+    # torch has it since 2.11
+    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False))
+
+
 def use_onednn(*models: Any) -> None:
     """Give models' float32 linear layers on the CPU oneDNN's products, forward and backward, where torch has them."""
     if not torch.backends.mkldnn.is_available():

@@ -16,6 +16,7 @@ from verifiers.errors import ConfigError, WeightProbeError, WeightSyncError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_pool import ServerPool, backend_for, each_server
 from verifiers.inference.wire import MaskSource, mask_fields
+from verifiers.train.cpu_linear import multiplies_bfloat16
 from verifiers.train.image_processor import RowImages
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
@@ -72,12 +73,14 @@ def default_weight_sync(
 def dtype_of_copy(args: GRPOConfig) -> torch.dtype | None:
     """Return the half precision that the trainer computes in, for a copy in this process; None for the policy's own.
 
-    A copy on which the trainer computes old log-probs, and one with a head in float32, keep the policy's numbers.
+    A copy on which the trainer computes old log-probs, and one with a head in float32, keep the policy's numbers; so
+    does a copy on a processor that has no products of the others.
     """
-    keeps_numbers = args.old_logprobs_on_rollout_device or args.cast_lm_head_to_fp32
-    if keeps_numbers:
+    if args.old_logprobs_on_rollout_device or args.cast_lm_head_to_fp32:
         return None
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    if str(args.rollout_device).startswith("cuda"):
+        return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return torch.bfloat16 if args.bf16 and multiplies_bfloat16() else None
 
 
 class PolicyWeights:

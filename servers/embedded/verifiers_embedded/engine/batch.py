@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from verifiers.train.cpu_linear import use_onednn
-from verifiers.train.image_processor import ImageProcessor
+from verifiers.train.image_processor import ImageProcessor, Images
 from verifiers_embedded.engine.attention import Prompts, filled_up, install, laid_out, row_groups
 from verifiers_embedded.engine.cache import ATTENTION_KINDS, NOTHING_KEPT, STATE_KINDS, SlotCache
 from verifiers_embedded.engine.constraints import Guide, forbid
@@ -25,6 +25,9 @@ from verifiers_embedded.errors import StartError
 
 PREFILL_TOKENS = 8192
 """Most tokens (with padding) of one prefill pass, unless a single prompt is longer."""
+
+IMAGE_BYTES = 2**26
+"""Most bytes of images' features in one pass, unless a single prompt has more: a tower takes several times that."""
 
 MASK_CELLS = 16 * 2**20
 """Most cells of the attention mask of a pass that extends kept keys: queries times columns."""
@@ -56,8 +59,6 @@ class ActiveBatch:
         self.prefixes = PrefixStore(prefix_bytes, whole=self._has_states)
         self._model, self._images = model, images
         self._body = model.base_model
-        # stands for no image
-        self._padding = int(images is not None and images.token_id == 0)
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         fixed = record is not None
@@ -239,35 +240,42 @@ class ActiveBatch:
                 texts.setdefault(prefix, []).append(row)
             else:
                 with_images.setdefault((images.digest, prefix), []).append(row)
-        for prompts in self._in_passes(with_images.values(), is_packed=False):
-            self._image_pass(prompts)
+        self._begin_with_images(with_images.values())
         if unread := texts.pop((), []):
             self._cache.begin_rows(unread, self._device)
         self._go_on_from_kept(texts)
         prefill = self._packed_pass if self._packs_prompts else self._padded_pass
-        for prompts in self._in_passes(texts.values(), is_packed=self._packs_prompts):
-            prefill(prompts)
-
-    def _in_passes(self, prompts: Iterable[list[int]], *, is_packed: bool) -> Iterator[list[list[int]]]:
-        """Group prompts, of each the rows that have it, in order of their length, for one pass a group."""
         group: list[list[int]] = []
         held = 0
-        for rows in sorted(prompts, key=lambda rows: len(self._prefix(rows))):
-            length = len(self._prefix(rows))
+        for rows in sorted(texts.values(), key=self._length):
+            length = self._length(rows)
             held += length
             # a state would go on through padding
-            is_apart = self._has_states and bool(group) and length > len(self._prefix(group[0]))
-            pass_tokens = held if is_packed else (len(group) + 1) * length
+            is_apart = self._has_states and bool(group) and length > self._length(group[0])
+            pass_tokens = held if self._packs_prompts else (len(group) + 1) * length
             if group and (is_apart or pass_tokens > PREFILL_TOKENS):
-                yield group
+                prefill(group)
                 group, held = [], length
             group.append(rows)
         if group:
-            yield group
+            prefill(group)
 
-    def _prefix(self, rows: list[int]) -> list[int]:
-        """Return what is computed before the first token is sampled, of rows that have one prompt."""
-        return self.sequences[rows[0]].tokens[:-1]
+    def _length(self, rows: list[int]) -> int:
+        """Return how many tokens are computed before the first is sampled, of rows that have one prompt."""
+        return len(self.sequences[rows[0]].tokens) - 1
+
+    def _begin_with_images(self, prompts: Iterable[list[int]]) -> None:
+        """Fill the cache of rows whose prompts have images; those of one length and one form go in one pass."""
+        groups: dict[Any, list[tuple[list[int], Images]]] = {}
+        for rows in prompts:
+            images = self.sequences[rows[0]].request.images
+            assert images is not None
+            forms = tuple((name, feature.shape[1:]) for name, feature in images.features.items())
+            groups.setdefault((self._length(rows), forms), []).append((rows, images))
+        for alike in groups.values():
+            count = max(1, min(PREFILL_TOKENS // max(1, self._length(alike[0][0])), IMAGE_BYTES // alike[0][1].size))
+            for start in range(0, len(alike), count):
+                self._image_pass(*zip(*alike[start : start + count], strict=True))
 
     def _go_on_from_kept(self, rows_of: dict[tuple[int, ...], list[int]]) -> None:
         """Fill the rows whose prompt begins like a finished sequence, and take them out of `rows_of`."""
@@ -327,16 +335,14 @@ class ActiveBatch:
     def _packed_pass(self, prompts: list[list[int]]) -> None:
         """Compute the keys and values of whole prompts, in order of their length, end to end in one row."""
         ids: list[int] = []
-        lengths: list[int] = []
+        lengths = [self._length(rows) for rows in prompts]
         cells: list[int] = []
         source: list[int] = []
-        for rows in prompts:
-            prefix = self._prefix(rows)
+        for rows, length in zip(prompts, lengths, strict=True):
             for row in rows:
-                cells.extend(range(row * self.allocated[1], row * self.allocated[1] + len(prefix)))
-                source.extend(range(len(ids), len(ids) + len(prefix)))
-            ids.extend(prefix)
-            lengths.append(len(prefix))
+                cells.extend(range(row * self.allocated[1], row * self.allocated[1] + length))
+                source.extend(range(len(ids), len(ids) + length))
+            ids.extend(self.sequences[rows[0]].tokens[:-1])
         self._cache.begin_prompts(upload(cells, self._device), upload(source, self._device))
         # The mask only keeps the model from making one: the layout says what each token may see.
         with laid_out(Prompts(tuple((len(list(run)), length) for length, run in groupby(lengths)))):
@@ -348,37 +354,31 @@ class ActiveBatch:
                 use_cache=True,
             )
 
-    def _image_pass(self, prompts: list[list[int]]) -> None:
-        """Compute the keys and values of prompts with images, as `_padded_pass` those of texts."""
+    def _image_pass(self, prompts: Listed[list[int]], images: Listed[Images]) -> None:
+        """Compute the keys and values of prompts with images, all of one length."""
         assert self._images is not None
-        images = [self.sequences[rows[0]].request.images for rows in prompts]
-        ids = self._padded(prompts)
+        ids = upload([self.sequences[rows[0]].tokens[:-1] for rows in prompts], self._device)
         given = self._images.inputs(ids, images, self._device)
         if hasattr(self._body, "get_rope_index"):
             # the model would keep the shifts for its next pass, which may be another thread's
-            mask = torch.arange(ids.shape[1]) < torch.tensor([[len(self._prefix(rows))] for rows in prompts])
-            given["position_ids"], shifts = self._body.get_rope_index(
-                input_ids=ids,
-                attention_mask=mask.long().to(self._device),
-                image_grid_thw=given["image_grid_thw"],
-                mm_token_type_ids=given["mm_token_type_ids"],
-            )
+            asked = {name: given[name] for name in ("image_grid_thw", "mm_token_type_ids")}
+            given["position_ids"], shifts = self._body.get_rope_index(input_ids=ids, **asked)
             for rows, shift in zip(prompts, shifts.flatten().tolist(), strict=True):
                 for row in rows:
                     self.sequences[row].shift = shift
-        self._padded_pass(prompts, given)
+        self._whole_pass(prompts, ids, given)
 
-    def _padded(self, prompts: list[list[int]]) -> torch.Tensor:
-        """Return the ids of prompts in order of their length, (prompts, longest).
+    def _padded_pass(self, prompts: list[list[int]]) -> None:
+        """Compute the keys and values of whole prompts, in order of their length, a row each."""
+        length = self._length(prompts[-1])
+        # Padding stands on the right, where the causal mask hides it; its own keys are overwritten or masked
+        # later.
+        prefixes = [self.sequences[rows[0]].tokens[:-1] for rows in prompts]
+        ids = upload([prefix + prefix[:1] * (length - len(prefix)) for prefix in prefixes], self._device)
+        places = torch.arange(length, device=self._device)
+        self._whole_pass(prompts, ids, {"position_ids": places[None].expand(len(prompts), -1)})
 
-        Padding stands on the right, where the causal mask hides it; its own keys are overwritten or masked later.
-        """
-        prefixes = [self._prefix(rows) for rows in prompts]
-        length = len(prefixes[-1])
-        return upload([prefix + [self._padding] * (length - len(prefix)) for prefix in prefixes], self._device)
-
-    def _padded_pass(self, prompts: list[list[int]], given: dict[str, torch.Tensor] | None = None) -> None:
-        ids = self._padded(prompts)
+    def _whole_pass(self, prompts: Listed[list[int]], ids: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
         length = ids.shape[1]
         places = torch.arange(length, device=self._device)
         source = [index for index, rows in enumerate(prompts) for _ in rows]
@@ -390,7 +390,7 @@ class ActiveBatch:
         # all.
         self._body(
             input_ids=ids,
-            **({"position_ids": places[None].expand(len(prompts), -1)} if given is None else given),
+            **given,
             **self._passed_cache,
             use_cache=True,
         )
