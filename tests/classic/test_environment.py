@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,18 +65,6 @@ async def test_the_second_generations_model_call_takes_from_the_state_what_is_no
     another = FakeClient("hi")
     await env.get_model_response(state, ASK, another)
     assert len(another.requests) == 1
-
-
-async def test_a_client_may_be_any_object_of_the_right_shape(rows: Rows) -> None:
-    def create(**arguments: Any) -> Any:
-        message = SimpleNamespace(content="4", tool_calls=None)
-        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
-
-    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    results = await vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([length])).a_generate(
-        {"prompt": [ASK], "answer": ["4"]}, client, "m"
-    )
-    assert results.reward == [1.0]
 
 
 # -- batches -----------------------------------------------------------------------------------------------------

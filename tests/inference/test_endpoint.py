@@ -314,20 +314,6 @@ async def test_a_timeout_inside_a_client_is_not_taken_for_the_deadline() -> None
         await ClientBackend(client, timeout_s=60.0).call("/chat/completions", ASK)
 
 
-async def test_a_connection_that_breaks_in_the_middle_of_an_answer_is_retried() -> None:
-    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": [{"mess')
-        await writer.drain()
-        writer.transport.abort()
-
-    async with await asyncio.start_server(half, "127.0.0.1", 0) as listener:
-        port = listener.sockets[0].getsockname()[1]
-        with pytest.raises(RetryableError, match="could not be reached") as caught:
-            await one_call(f"http://127.0.0.1:{port}/v1")
-    assert caught.value.unreachable
-
-
 def message_of(
     content: str | None, usage: int | None = None, finish_reason: str = "stop", **more: Any
 ) -> dict[str, Any]:

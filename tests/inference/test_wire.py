@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifiers.inference.wire import WireObject, overlong_response, request_body
+from verifiers.inference.wire import WireObject, request_body
 
 ANSWER = {
     "id": "1",
@@ -51,11 +51,3 @@ def test_a_body_merges_extra_body_and_leaves_out_what_is_about_the_call() -> Non
         }
     )
     assert body == {"model": "m", "messages": [{"role": "user", "content": "x"}], "top_k": 5}
-
-
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_the_stand_in_for_an_overlong_prompt_is_empty_and_ends_by_length(kind: str) -> None:
-    response = overlong_response("m", kind)
-    assert response.id == "overlong-prompt"
-    assert response.choices[0].finish_reason == "length"
-    assert (response.choices[0].message.content if kind == "chat" else response.choices[0].text) == ""
