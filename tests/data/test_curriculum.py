@@ -30,11 +30,6 @@ def two_stages(**options: Any) -> Curriculum:
     )
 
 
-def test_a_stage_ends_at_its_step_and_the_last_one_holds() -> None:
-    curriculum = two_stages()
-    assert [curriculum.stage_at(step).name for step in (0, 1, 2, 3, 4, 1000)] == ["warm"] * 2 + ["main"] * 4
-
-
 def test_blocks_hold_the_stage_of_their_optimizer_step_with_one_pass_and_with_two() -> None:
     curriculum = two_stages()
     for passes in (1, 2):

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.data.curriculum import Curriculum, Stage, WeightedDataset
@@ -118,38 +116,6 @@ def test_a_stage_that_ends_after_the_run_takes_no_step_of_it() -> None:
             source = staged(border, border + 1, border + 3)
             plan = plan_with(source, max_steps=max_steps, steps_per_generation=held, num_iterations=passes)
             assert stages_by_step(plan) == [{0}] * max_steps, (passes, held, max_steps, border)
-
-
-@settings(max_examples=30)
-@given(
-    st.sampled_from([2, 4]),
-    st.sampled_from([1, 2]),
-    st.integers(1, 3),
-    st.lists(st.integers(1, 20), min_size=1, max_size=3, unique=True),
-    st.booleans(),
-)
-def test_a_run_draws_every_row_once_before_any_twice_over_all_stages(
-    group: int, passes: int, updates: int, ends: list[int], replacement: bool
-) -> None:
-    ends = sorted(end * passes * updates for end in ends)
-    names = "ab"
-    stages = [
-        Stage(str(number), end, (WeightedDataset(names[number % 2]), WeightedDataset("c", 2)))
-        for number, end in enumerate([*ends, None])
-    ]
-    source = StagedRows(
-        Curriculum(tuple(stages), 3, replacement), {"a": range(40), "b": range(40, 90), "c": range(90, 120)}
-    )
-    sizes = {"num_generations": group, "num_iterations": passes, "steps_per_generation": updates, "max_steps": 300}
-    plan = plan_with(source, **sizes)
-    drawn = [plan.example_ids(block) for block in range(60)]
-    assert all(len(set(block)) == plan.prompts_per_block for block in drawn)
-    assert [plan.example_ids(block) for block in reversed(range(60))] == drawn[::-1]
-    for rows in () if replacement else (range(40), range(40, 90), range(90, 120)):
-        of_dataset = [row for block in drawn for row in block if row in rows]
-        for start in range(0, len(of_dataset), len(rows)):
-            epoch = of_dataset[start : start + len(rows)]
-            assert len(set(epoch)) == len(epoch)
 
 
 def test_a_replacement_is_of_the_blocks_stage_and_none_of_its_own_prompts() -> None:

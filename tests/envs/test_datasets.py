@@ -22,11 +22,6 @@ def ask(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_a_prompt_is_system_then_examples_then_the_question() -> None:
-    assert format_prompt("q") == [ask("q")]
-    assert format_prompt("q", "be brief", SHOTS) == [{"role": "system", "content": "be brief"}, *SHOTS, ask("q")]
-
-
 @pytest.mark.parametrize("as_table", [True, False])
 def test_questions_become_prompts_and_rows_get_ids(as_table: bool) -> None:
     rows: Any = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]

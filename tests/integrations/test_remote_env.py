@@ -124,16 +124,6 @@ def test_a_plan_gets_the_rows_that_the_same_curriculum_gives_locally(world: str,
     assert [plan.example_ids(b) for b in range(plan.blocks)] == [expected.example_ids(b) for b in range(plan.blocks)]
 
 
-def test_the_stage_is_the_files_at_every_step_and_a_resumed_run_gets_the_same_rows(world: str) -> None:
-    plan = plan_of(RemoteEnv(world))
-    names = ["easy" if row < 24 else "hard" for block in range(6) for row in plan.example_ids(block)]
-    assert names[:8] == ["easy"] * 8
-    assert sorted(names[8:16]) == ["easy"] * 4 + ["hard"] * 4
-    assert names[16:] == ["hard"] * 8
-    resumed = plan_of(RemoteEnv(world))
-    assert [resumed.example_ids(b) for b in (3, 4, 5)] == [plan.example_ids(b) for b in (3, 4, 5)]
-
-
 def test_a_block_is_asked_for_once_with_all_that_decides_it(recorder: RecordingServer) -> None:
     env = RemoteEnv(recorder.url, seed=9)
     plan = plan_of(env, num_prompts=16)

@@ -242,22 +242,6 @@ async def test_failures_leave_the_rest_of_the_group_scored_and_the_counts_add_up
     assert sum(outcomes.values()) == 4
 
 
-async def test_a_group_is_in_the_plans_order_whatever_the_order_of_arrival() -> None:
-    gates = {generation: asyncio.Event() for generation in range(3)}
-    gates[2].set()
-
-    async def answer(body: dict[str, Any]) -> str:
-        generation = next(g for g in gates if body["seed"] == turn_seed(g, 0))
-        await gates[generation].wait()
-        if generation:
-            gates[generation - 1].set()
-        return str(generation)
-
-    group = await runner(Asks(), FakeClient(answer)).run_group([request(generation) for generation in range(3)])
-    assert [rollout.completion[0]["content"] for rollout in group.rollouts] == ["0", "1", "2"]
-    assert [rollout.key.generation for rollout in group.rollouts] == [0, 1, 2]
-
-
 async def test_cancellation_passes_and_leaves_nothing_running() -> None:
     both = asyncio.Barrier(3)
 
