@@ -243,6 +243,37 @@ class ObservedTrainer(GRPOTrainer):
         return [entry[name] for entry in self.state.log_history if name in entry]
 
 
+class Witness(TrainerCallback):
+    """Keeps what was pushed and what was trained, and compares them token by token."""
+
+    def __init__(self, trainer: ObservedTrainer) -> None:
+        self._held: dict[int, dict[str, torch.Tensor]] = {}
+        self._rows: list[Any] = []
+        self._trainer, self._push = trainer, trainer.weight_sync.push
+        trainer.weight_sync.push = self._pushed  # type: ignore[method-assign]
+        trainer.add_callback(self)
+
+    def _pushed(self, named: Any, version: int) -> None:
+        tensors = dict(named)
+        self._held[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._push(tensors.items(), version)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._rows += [row for rollout in self._trainer.last_block for row in rollout.rows]
+
+    def check(self, model: Path, *, tolerance: float) -> int:
+        """Compare every trained token with the log-prob of its stamped weights; gives how many there were."""
+        tokens = 0
+        for row in self._rows:
+            ids = row.prompt_ids + row.completion_ids
+            for version in set(row.versions) - {-1}:
+                plain = plain_log_probs(self._held[version], model, ids, 1.0)[len(row.prompt_ids) - 1 :]
+                places = [place for place, of in enumerate(row.versions) if of == version]
+                assert max(abs(row.logprobs[place] - plain[place]) for place in places) <= tolerance
+                tokens += len(places)
+        return tokens
+
+
 def sequence(batch: Mapping[str, torch.Tensor], place: int) -> tuple[list[int], list[int], list[int], list[float]]:
     """Prompt ids, then completion ids, loss mask and sampler log-probs from the first sampled token on."""
     prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()

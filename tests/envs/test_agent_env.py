@@ -169,18 +169,18 @@ def refuse_forced_calls(sent: Any) -> None:
         raise vf.ConfigError("tool_choice is 'required'")
 
 
+AN_IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("asked", "text", "then"),
     [
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-            "image",
-        ),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"messages": [AN_IMAGE]}, "image", "fails"),
+        ({"tool_choice": "required"}, "tool_choice", "ends"),
+        ({"tool_choice": "required"}, "", "goes on"),
+        ({"max_tokens": 0}, "max_tokens is 0", "fails"),
     ],
 )
-@pytest.mark.parametrize("then", ["goes on", "fails", "ends"])
 async def test_what_one_agent_asks_does_not_end_the_run(asked: dict[str, Any], text: str, then: str) -> None:
     async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
         body = {"model": model, "messages": row["prompt"], **asked}

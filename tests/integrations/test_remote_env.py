@@ -248,8 +248,19 @@ async def test_a_refusal_is_not_repeated(recorder: RecordingServer) -> None:
     assert len(recorder.calls("/v2/grade")) == 1
 
 
-@pytest.mark.parametrize("path", ["/v2/meta", "/v2/rows", "/v2/sample"])
-@pytest.mark.parametrize("body", [3, [1], {}, {"samples": 3, "total": 2}, {"samples": [], "total": 2**70}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v2/meta", 3),
+        ("/v2/meta", {}),
+        ("/v2/rows", [1]),
+        ("/v2/rows", {"samples": 3, "total": 2}),
+        ("/v2/rows", {"samples": [], "total": 2**70}),
+        ("/v2/sample", {}),
+        ("/v2/sample", {"samples": 3}),
+        ("/v2/sample", {"samples": []}),
+    ],
+)
 def test_an_answer_of_another_kind_ends_the_run_with_the_route_that_gave_it(
     recorder: RecordingServer, path: str, body: Any
 ) -> None:

@@ -16,14 +16,13 @@ from verifiers.errors import (
     DeadlineError,
     GenerationError,
     GeneratorClosedError,
-    NothingScoredError,
 )
 from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rubrics.rubric import Rubric
-from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
+from verifiers.testing import FakeOpenAIServer, decode_ids
 from verifiers.types import RolloutKey, State
 
 
@@ -193,16 +192,6 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
             blocks.check()
         with pytest.raises(GenerationError):
             blocks.submit_batch(BatchRequest(2, requests(2)))
-
-
-def test_a_block_without_a_score_names_the_commonest_cause_and_the_counts() -> None:
-    with FakeOpenAIServer(faults=Fault(401, times=9)) as server, generator(server) as blocks:
-        blocks.submit_batch(BatchRequest(4, requests(4)))
-        with pytest.raises(
-            NothingScoredError,
-            match=r"block 4: none of 4 rollouts got a reward \(4 provider_error\); most often: .*401.* \(4 times\)",
-        ):
-            blocks.get_batch(4)
 
 
 def test_an_environment_that_exits_cannot_take_the_thread_with_it() -> None:

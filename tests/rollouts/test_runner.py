@@ -284,7 +284,7 @@ async def test_timings_tell_waiting_for_a_slot_from_generating_and_scoring() -> 
     limiter = Limiter(1)
     async with limiter.slot():
         work = asyncio.create_task(runner(Asks(), limiter=limiter).run_group([request()]))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
     timing = (await work).rollouts[0].timing
     assert timing.queued_s >= 0.015
     assert timing.generation_s > 0

@@ -113,11 +113,11 @@ def test_an_unknown_estimator_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-@pytest.mark.parametrize("reward", [0.7, 0.699999988079071, 1 / 3, 1e-9, -2.1])
-def test_equal_rewards_give_exactly_zero(scale_rewards: Any, reward: float) -> None:
-    result = group_advantages([[reward] * 7, [0.0, 1.0]], scale_rewards)
-    assert result.advantages[0] == [0.0] * 7
-    assert result.group_stds[0] == 0.0
+def test_equal_rewards_give_exactly_zero(scale_rewards: Any) -> None:
+    for reward in (0.7, 0.699999988079071, 1 / 3, 1e-9, -2.1):
+        result = group_advantages([[reward] * 7, [0.0, 1.0]], scale_rewards)
+        assert result.advantages[0] == [0.0] * 7, reward
+        assert result.group_stds[0] == 0.0, reward
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])

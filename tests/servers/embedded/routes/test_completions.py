@@ -29,17 +29,6 @@ async def test_log_probs_are_those_of_the_distribution_sampled_from(
         assert log_probs == pytest.approx(expected, abs=1e-4)
 
 
-async def test_truncated_log_probs_are_renormalised(start: Any, model_dir: Any, reference: Any) -> None:
-    server = await start()
-    answer = await server.chat(temperature=0.8, top_k=5, seed=1, ignore_eos=True)
-    prompt, ids, log_probs = server.sampled(answer)
-    logits = reference.logits(model_dir, prompt + ids)[len(prompt) - 1 : -1] / 0.8
-    best = logits.topk(5)
-    for row, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True)):
-        place = best.indices[row].tolist().index(token)
-        assert log_prob == pytest.approx(torch.log_softmax(best.values[row], -1)[place].item(), abs=1e-4)
-
-
 async def test_greedy_takes_the_likeliest_token_and_reports_its_log_prob_at_temperature_1(
     start: Any, model_dir: Any, reference: Any
 ) -> None:

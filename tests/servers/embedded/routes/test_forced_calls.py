@@ -46,7 +46,7 @@ async def test_a_forced_call_is_a_call_that_fits_its_tool(
 
 async def test_required_allows_several_calls_and_a_name_one(start: Any, byte_level_dir: Path) -> None:
     server = await start(byte_level_dir, template=PRINTS_TEXT)
-    fields = {"tools": [ADD, NOW], "n": 24, "max_tokens": 400, "seed": 6}
+    fields = {"tools": [ADD, NOW], "n": 12, "max_tokens": 300, "seed": 6}
     counts = {}
     for choice in ("required", named("add")):
         answer = await server.chat(tool_choice=choice, **fields)
@@ -70,7 +70,7 @@ async def test_a_forced_call_is_streamed_whole(start: Any, byte_level_dir: Path)
 
 async def test_with_tools_to_choose_from_json_or_a_call_comes(start: Any, byte_level_dir: Path) -> None:
     server = await start(byte_level_dir, template=PRINTS_TEXT)
-    fields = {"tools": [ADD], "n": 24, "max_tokens": 500, "seed": 9, "temperature": 2.0}
+    fields = {"tools": [ADD], "n": 12, "max_tokens": 500, "seed": 9, "temperature": 2.0}
     answer = await server.chat(**fields, **fits(PERSON))
     kinds = set()
     for item in answer["choices"]:

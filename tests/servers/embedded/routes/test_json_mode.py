@@ -59,10 +59,10 @@ async def test_whatever_a_random_model_says_parses_and_fits_the_schema(
     start: Any, long_dirs: dict[str, Path], tokens: str
 ) -> None:
     server = await start(long_dirs[tokens])
-    answer = await server.chat(n=32, max_tokens=600, seed=1, **fits(PERSON))
+    answer = await server.chat(n=16, max_tokens=600, seed=1, **fits(PERSON))
     texts = [choice["message"]["content"] for choice in answer["choices"] if choice["finish_reason"] == "stop"]
-    assert len(texts) > 24
-    assert len(set(texts)) > 20
+    assert len(texts) > 12
+    assert len(set(texts)) > 10
     for text in texts:
         jsonschema.validate(json.loads(text), PERSON)
 

@@ -47,8 +47,14 @@ CUTS = {"top_p": {"top_p": 0.7}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.2}}
 CUTS["all, at a temperature"] = {"top_p": 0.7, "top_k": 5, "min_p": 0.05, "temperature": 1.7}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"])
+# each cut on one route, and all of them together on the others
+@pytest.mark.parametrize(
+    ("path", "cut"),
+    [
+        *(("/inference/v1/generate", cut) for cut in CUTS),
+        *((path, "all, at a temperature") for path in ("/v1/chat/completions", "/v1/completions")),
+    ],
+)
 async def test_the_tokens_that_each_was_drawn_from_come_with_it(
     start: Any, model_dir: Any, reference: Any, path: str, cut: str
 ) -> None:
