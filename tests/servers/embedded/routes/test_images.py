@@ -248,7 +248,8 @@ def test_images_that_look_odd_are_read(server: InProcessServer, peak_mib: Callab
         saved(noise(), "MPO", save_all=True, append_images=[noise(1)]),
     ):
         chat(server, [part(image)])
-    assert peak_mib() < 300
+    # 16 million pixels are some 300 MiB as the processor reads them, and up to 400 beside other tests
+    assert peak_mib() < 450
 
 
 def test_a_role_whose_images_the_template_does_not_show_is_refused(server: InProcessServer) -> None:
