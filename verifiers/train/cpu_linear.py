@@ -15,8 +15,9 @@ from torch import Tensor
 
 def multiplies_bfloat16() -> bool:
     """Return True where the processor has products of bfloat16 numbers: others take longer for them, not shorter."""
-    # torch has it since 2.11
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False))
+    # older versions of torch cannot be asked
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", None)
+    return capabilities is not None and bool(capabilities().get("avx512_bf16", False))
 
 
 def use_onednn(*models: Any) -> None:
