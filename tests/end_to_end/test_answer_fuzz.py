@@ -57,7 +57,7 @@ def load_environment(n=20, text=False):
         return vf.SingleTurnEnv(eval_dataset=rows, rubric=rubric, message_type="completion")
     return vf.ToolEnv(tools=[look_up], eval_dataset=rows, rubric=rubric)
 """
-FAST, ALL = 30, {"chat": 1000, "text": 1000, "responses": 1000, "token ids": 1000, "training": 200}
+FAST, ALL = 60, {"chat": 1000, "text": 1000, "responses": 1000, "token ids": 1000, "training": 200}
 AGENTS = 300
 """Damaged answers to each wire: the fast tier's, and the slow tier's."""
 
