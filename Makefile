@@ -62,7 +62,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --durations=80 -n $(WORKERS) --dist worksteal --ignore tests/clients --ignore tests/vllm --ignore tests/families
+	$(BIN)/python -m pytest -m slow --durations=20 -n $(WORKERS) --dist worksteal --ignore tests/clients --ignore tests/vllm --ignore tests/families
 
 test-families: $(INSTALLED)
 	$(BIN)/python -m pytest tests/families -n 2 --dist worksteal

@@ -79,7 +79,7 @@ def train(args: argparse.Namespace) -> tuple[int, float]:
         output_dir=str(args.output_dir),
         seed=args.seed,
         rollout_device="cuda:0" if has_gpu else "cpu",
-        # a step takes two thirds of the time where the processor multiplies such numbers
+        # faster where the processor multiplies such numbers, and slower where it does not
         bf16=not has_gpu and multiplies_bfloat16(),
         max_steps=steps,
         learning_rate=1e-5 if args.full else 6e-4,

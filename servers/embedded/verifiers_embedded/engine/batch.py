@@ -273,7 +273,8 @@ class ActiveBatch:
             forms = tuple((name, feature.shape[1:]) for name, feature in images.features.items())
             groups.setdefault((self._length(rows), forms), []).append((rows, images))
         for alike in groups.values():
-            count = max(1, min(PREFILL_TOKENS // max(1, self._length(alike[0][0])), IMAGE_BYTES // alike[0][1].size))
+            largest = max(images.size for _, images in alike)
+            count = max(1, min(PREFILL_TOKENS // max(1, self._length(alike[0][0])), IMAGE_BYTES // largest))
             for start in range(0, len(alike), count):
                 self._image_pass(*zip(*alike[start : start + count], strict=True))
 
