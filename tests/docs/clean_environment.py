@@ -53,7 +53,9 @@ class CleanEnvironment:
         return {
             **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "VIRTUAL_ENV": str(self.folder),
             "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+            "UV_CONSTRAINT": str(ROOT / "constraints.txt"),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             # the documented form of address, which git takes from this checkout
             "URL": ADDRESS,
@@ -75,6 +77,8 @@ class CleanEnvironment:
         assert done.returncode == 0, f"$ {command}\n{done.stdout}"
         return done.stdout
 
-    def install(self, command: str) -> None:
-        """Run an install command as printed."""
+    def install(self, command: str, quick: bool = False) -> None:
+        """Run an install command as printed, or by uv, which resolves what pip does in a tenth of the time."""
+        if quick:
+            command = command.replace("pip install", "uv pip install", 1)
         self.run(command, cwd=self.dist.parent if "dist/" in command else ROOT)

@@ -1,7 +1,7 @@
 """Every printed install command works in a clean virtual environment, and none fetches another project's verifiers.
 
-What brings torch is resolved by `pip install --dry-run`, the rest is really installed; test_tutorial.py installs the
-trainer for real.
+What brings torch is resolved by a dry run, the rest is really installed, both by uv; test_tutorial.py installs the
+trainer for real, by pip, as the first wheel here.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ SKIPPED = re.compile(r"verifiers-vllm|--no-index")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CleanEnvironment]:
     made = CleanEnvironment.make(tmp_path_factory.mktemp("install"))
     # the wheels were built in isolation; here the tools that build are fetched once, not for each of the commands
-    made.run("pip install --quiet hatchling editables setuptools wheel")
+    made.run("pip install --quiet uv hatchling editables setuptools wheel")
     with pytest.MonkeyPatch.context() as environ:
-        # 0 switches isolation off: pip reads this variable the other way round
-        environ.setenv("PIP_NO_BUILD_ISOLATION", "0")
+        environ.setenv("UV_NO_BUILD_ISOLATION", "1")
         yield made
 
 
 def install(clean: CleanEnvironment, command: str) -> None:
-    """Run an install command as printed, or as a dry run where it would bring torch."""
+    """Run an install command, or resolve it where it would bring torch."""
     if BRINGS_TORCH.search(command):
         command = command.replace("pip install", "pip install --dry-run --quiet", 1)
-    clean.install(command)
+    clean.install(command, quick=True)
 
 
 def installed_version(clean: CleanEnvironment) -> str:
@@ -67,7 +66,7 @@ def test_every_printed_command_installs_what_is_built_here(clean: CleanEnvironme
         install(clean, command)
         if "verifiers" in command and not BRINGS_TORCH.search(command):
             assert installed_version(clean) == vf.__version__, command
-            clean.run("pip uninstall --yes --quiet verifiers verifiers-dataserver")
+            clean.run("uv pip uninstall --quiet verifiers verifiers-dataserver")
 
 
 def test_an_installed_wheel_evaluates_and_its_errors_name_commands_that_work(
