@@ -298,18 +298,33 @@ async def test_the_retries_of_the_sdks_clients_are_the_rubrics(kind: str) -> Non
     with FakeOpenAIServer("yes", faults=Fault(status=500, times=3, retry_after=0)) as server:
         client = getattr(openai, kind)(base_url=server.url, api_key="k", max_retries=9)
         rubric = vf.JudgeRubric(judge_client=client, judge_tries=3, funcs=[judge_yes_no])
-        assert "InternalServerError" in await error_of(rubric)
+        assert "500" in await error_of(rubric)
         assert len(server.requests) == 3
         closing = client.close()
         if kind == "AsyncOpenAI":
             await closing
 
 
-async def test_an_answer_of_any_length_costs_one_grade_and_no_memory() -> None:
+@pytest.mark.parametrize("given", ["url", "client"])
+async def test_an_answer_of_any_length_costs_one_grade_and_no_memory(given: str) -> None:
+    import openai
+
     choice = {"index": 0, "message": {"role": "assistant", "content": "yes" + 33 * 2**20 * " "}}
     async with FakeOpenAIServer(faults=Fault(200, body={"choices": [choice]})) as server:
-        rubric = vf.JudgeRubric(judge_base_url=server.url, judge_tries=1, funcs=[judge_yes_no])
+        client = openai.AsyncOpenAI(base_url=server.url, api_key="k")
+        judge: dict[str, Any] = {"judge_base_url": server.url} if given == "url" else {"judge_client": client}
+        rubric = vf.JudgeRubric(**judge, judge_tries=1, funcs=[judge_yes_no])
         assert "more than 32 MiB" in await error_of(rubric)
+
+
+async def test_a_client_with_a_function_in_the_place_of_create_is_called_so() -> None:
+    import openai
+
+    client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="k")
+    client.chat.completions.create = FakeClient("yes").chat.completions.create  # type: ignore[method-assign]
+    scored = state()
+    await vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no]).score_group([scored])
+    assert scored["reward"] == 1.0
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -393,8 +393,8 @@ def single_backend_for(client: Any) -> Backend:
     """Return the backend for a backend, an Endpoint, a base URL, an openai client, or an object shaped like one.
 
     A base URL is an Endpoint with the defaults. Plain `openai.OpenAI` and `openai.AsyncOpenAI` take HTTP with
-    their base URL, key, headers and timeouts; subclasses (Azure), clients with an HTTP client of their own, mocks and
-    wrappers are called as given.
+    their base URL, key, headers and timeouts; subclasses (Azure), clients with an HTTP client or a `create` of their
+    own, mocks and wrappers are called as given.
     """
     if hasattr(type(client), "call") and not hasattr(client, "chat"):
         backend: Backend = client
@@ -408,7 +408,8 @@ def single_backend_for(client: Any) -> Backend:
         own_http = type(getattr(client, "_client", None)).__name__
         # a key that is looked up for each request, and query parameters, are left to the SDK
         special = getattr(client, "_api_key_provider", None) or getattr(client, "_custom_query", None)
-        if own_http in ("AsyncHttpxClientWrapper", "SyncHttpxClientWrapper") and not special and client.api_key:
+        has_own = _is_patched(client) or own_http not in ("AsyncHttpxClientWrapper", "SyncHttpxClientWrapper")
+        if client.api_key and not (has_own or special):
             return HttpBackend(Endpoint.from_openai(client))
     if not (hasattr(client, "chat") or hasattr(client, "completions")):
         raise ConfigError(
@@ -424,9 +425,13 @@ def _without_retries(client: Any) -> Any:
     if kind.__module__.split(".")[0] != "openai" or not getattr(client, "max_retries", 0):
         # a copy of a wrapper or a subclass would lack its own state
         return client
+    return client if _is_patched(client) else client.with_options(max_retries=0)
+
+
+def _is_patched(client: Any) -> bool:
+    """Return whether a method of this one object of the SDK was replaced."""
     chat = vars(client).get("chat")
-    patched = "create" in vars(getattr(chat, "completions", object)) or "request" in vars(client)
-    return client if patched else client.with_options(max_retries=0)
+    return "create" in vars(getattr(chat, "completions", object)) or "request" in vars(client)
 
 
 def _is_async(client: Any, create: Any) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, GradingError, ModelError
-from verifiers.inference.endpoint import CHAT, Backend, ClientBackend, Endpoint, HttpBackend
+from verifiers.inference.endpoint import CHAT, Backend, ClientBackend, single_backend_for
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
@@ -331,10 +331,11 @@ class JudgeRubric(Rubric):
         deadline = asyncio.timeout(self.judge_timeout_s)
         try:
             async with deadline:
-                backend: Backend = ClientBackend(client)
-                if isinstance(client, LazyOpenAI) and not given.get("extra_query"):
-                    # the SDK reads answers of any size
-                    backend = HttpBackend(Endpoint.from_openai(await client.client()))
+                if isinstance(client, LazyOpenAI):
+                    client = await client.client()
+                # the SDK reads answers of any size, and alone knows query parameters
+                kind = ClientBackend if given.get("extra_query") else single_backend_for
+                backend: Backend = kind(client)
                 try:
                     return await retry(functools.partial(_answered_text, backend, arguments), policy)
                 finally:
