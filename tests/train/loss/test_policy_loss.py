@@ -386,3 +386,30 @@ def test_the_first_update_after_generation_is_reinforce_with_baseline(loss_type:
     name = {"sapo": "grpo", "dapo": "bnpo", "cispo": "bnpo", "vespo": "bnpo"}.get(loss_type, loss_type)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected[name], logits)[0], atol=1e-6, rtol=1e-5)
     assert not any(value.any() for key, value in measured.items() if "clip" in key)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_teacher_gives_the_gradient_of_trls_distillation_trainer(direction: str) -> None:
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    draw, places, tokens = torch.Generator().manual_seed(4), 3, 7
+    student = torch.randn(1, places, tokens, generator=draw, requires_grad=True)
+    teacher, head = torch.randn(1, places, tokens, generator=draw), torch.eye(tokens)
+    beta = 1.0 if direction == "reverse" else 0.0
+    divergence = _chunked_divergence_loss(student, teacher, head, head, torch.ones(1, places), beta, 1)[0]
+    logps, by_teacher, others = student.log_softmax(-1), teacher.log_softmax(-1), None
+    if direction == "reverse":
+        # in expectation over what the policy samples: each token at each place is a row, as likely as it is
+        rows, weights, given = logps.reshape(-1, 1), logps.detach().exp().flatten(), {}
+        said = by_teacher.reshape(-1, 1)
+    else:
+        # over all of the vocabulary, whichever token was sampled
+        rows, weights, said = logps[0, :, :1], torch.ones(places), by_teacher[0, :, :1]
+        given = {"teacher_ids": torch.arange(tokens).repeat(places, 1, 1)}
+        given["teacher_ids_logps"], others = by_teacher.transpose(0, 1), logps.transpose(0, 1)
+    batch: dict[str, Tensor] = {"loss_mask": torch.ones_like(rows), "advantages": torch.zeros_like(rows)}
+    batch |= {"token_weights": weights, "sampler_logps": rows.detach(), "teacher_logps": said, **given}
+    loss, _ = policy_loss(rows, torch.zeros_like(rows), batch, config("dapo", teacher_coef=0.5), others_RCK=others)
+    found, wanted = (torch.autograd.grad(value, student, retain_graph=True)[0] for value in (loss, 0.5 * divergence))
+    torch.testing.assert_close(found, wanted)
+    assert found.abs().min() > 0
