@@ -91,6 +91,24 @@ DOMAINS = [
          "languages": "Languages: {languages}. / {name} speaks {languages}. / {name} can read {languages}."},
     ),
     Domain(
+        {"report": ["reporter", "day"], "bug": ["page", "users", "solved", "browsers"]},
+        {"reporter": NAMES, "day": DAYS, "users": range(2, 100), "solved": bool,
+         "page": "account billing calendar cart chat contact help home login map news profile search",
+         "browsers": ("Brave", "Chrome", "Edge", "Firefox", "Opera", "Safari")},
+        "{reporter} reported {day} that the {page} page is broken. / {day}, {reporter} found a bug in the {page} "
+        "page. / The {page} page crashed {day}, says {reporter}. / A bug in the {page} page was reported by "
+        "{reporter} {day}. / The {page} page has a bug, which {reporter} noticed {day}. / "
+        "{day} brought a complaint from {reporter} about the {page} page. / "
+        "When {reporter} opened the {page} page {day}, it froze. / "
+        "Bug of {day}: the {page} page, seen by {reporter}. / "
+        "According to {reporter}, the {page} page was empty {day}. / "
+        "{reporter} could not use the {page} page {day}. / {reporter} wrote {day}: the {page} page does not load. / "
+        "Since {day} the {page} page fails, as {reporter} tells us.",
+        {"users": "It hit {users} users. / {users} users saw it. / So far {users} users complained.",
+         "solved": "It is solved.|It is not solved. / Solved: yes.|Solved: no. / Now it is solved.|Still not solved.",
+         "browsers": "Browsers: {browsers}. / It happens in {browsers}. / Seen in {browsers}."},
+    ),
+    Domain(
         {"route": ["sender", "receiver", "city"], "parcel": ["weight", "fragile", "contents"]},
         {"sender": SENDERS, "receiver": RECEIVERS, "city": CITIES, "weight": range(1, 31), "fragile": bool,
          "contents": ("books", "candles", "cups", "honey", "shoes", "toys")},
@@ -109,24 +127,6 @@ DOMAINS = [
          "fragile": "It is fragile.|It is not fragile. / Fragile: yes.|Fragile: no. / "
                     "Treat it as fragile.|There is nothing fragile in it.",
          "contents": "It contains {contents}. / Inside: {contents}. / We packed {contents}."},
-    ),
-    Domain(
-        {"report": ["reporter", "day"], "bug": ["page", "users", "solved", "browsers"]},
-        {"reporter": NAMES, "day": DAYS, "users": range(2, 100), "solved": bool,
-         "page": "account billing calendar cart chat contact help home login map news profile search",
-         "browsers": ("Brave", "Chrome", "Edge", "Firefox", "Opera", "Safari")},
-        "{reporter} reported {day} that the {page} page is broken. / {day}, {reporter} found a bug in the {page} "
-        "page. / The {page} page crashed {day}, says {reporter}. / A bug in the {page} page was reported by "
-        "{reporter} {day}. / The {page} page has a bug, which {reporter} noticed {day}. / "
-        "{day} brought a complaint from {reporter} about the {page} page. / "
-        "When {reporter} opened the {page} page {day}, it froze. / "
-        "Bug of {day}: the {page} page, seen by {reporter}. / "
-        "According to {reporter}, the {page} page was empty {day}. / "
-        "{reporter} could not use the {page} page {day}. / {reporter} wrote {day}: the {page} page does not load. / "
-        "Since {day} the {page} page fails, as {reporter} tells us.",
-        {"users": "It hit {users} users. / {users} users saw it. / So far {users} users complained.",
-         "solved": "It is solved.|It is not solved. / Solved: yes.|Solved: no. / Now it is solved.|Still not solved.",
-         "browsers": "Browsers: {browsers}. / It happens in {browsers}. / Seen in {browsers}."},
     ),
 ]  # fmt: skip
 
@@ -188,7 +188,8 @@ def nested(flat: dict[str, Any], domain: Domain, level: int) -> dict[str, Any]:
 
 
 def make_row(rng: random.Random, level: int, examples: int, held_out: bool) -> dict[str, Any]:
-    domain = rng.choice(DOMAINS)
+    # the last has two names to tell apart
+    domain = rng.choice(DOMAINS if level > 1 else DOMAINS[:-1])
     names = sample_fields(rng, domain, level)
     form = json.dumps(nested({name: name for name in names}, domain, level))
     for name in names:
@@ -261,8 +262,8 @@ def load_environment(
     """Build the environment.
 
     Args:
-        level: 1 for two or three flat strings; 2 for integers, booleans and lists too; 3 for nested objects; 4 for
-            six fields, lists of objects, and null for what the text does not say.
+        level: 1 for two or three flat strings of different kinds; 2 for integers, booleans, lists and two names too;
+            3 for nested objects; 4 for six fields, lists of objects, and null for what the text does not say.
         examples: texts that stand with their objects before the one that is asked, from 0 to 4.
         num_train: training prompts.
         num_eval: evaluation prompts; they share no sentence template and no object with training prompts, their

@@ -8,14 +8,14 @@ from typing import Any
 import transformers as hf
 
 CONTEXT = 512
-_WIDTH = 48
+_WIDTH = 128
 _DENSE: dict[str, Any] = {
     "hidden_size": _WIDTH,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": CONTEXT,
 }
 _NO_HEAD_DIM = {name: value for name, value in _DENSE.items() if name != "head_dim"}
@@ -60,11 +60,11 @@ _SIGLIP: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
-_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
 
 
 def _qwen3_5_text(**more: Any) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
     return {**_HYBRID, **_GATED_DELTA, "rope_parameters": rope, **more}
 
 
@@ -86,7 +86,7 @@ def _latent(**more: Any) -> dict[str, Any]:
 
 
 def _mamba2(prefix: str = "mamba_") -> dict[str, Any]:
-    return {f"{prefix}n_heads": 4, f"{prefix}d_head": 24, f"{prefix}d_state": 8, f"{prefix}n_groups": 1}
+    return {f"{prefix}n_heads": 4, f"{prefix}d_head": 64, f"{prefix}d_state": 8, f"{prefix}n_groups": 1}
 
 
 CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -104,7 +104,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         vision_config={**_QWEN_TOWER, "num_position_embeddings": 16},
     ),
     "Qwen2.5-VL": lambda ids: hf.Qwen2_5_VLConfig(
-        text_config={**_NO_HEAD_DIM, "rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2]}, **ids},
+        text_config={**_NO_HEAD_DIM, "rope_parameters": {**_MROPE, "mrope_section": [6, 5, 5]}, **ids},
         vision_config={**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [0]},
     ),
     "Qwen3-VL": lambda ids: hf.Qwen3VLConfig(
@@ -128,7 +128,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
             "num_hidden_layers": 4,
             "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "global_head_dim": 16,
+            "global_head_dim": 32,
             "num_kv_shared_layers": 2,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": ids["vocab_size"],
@@ -205,6 +205,6 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         ),
         vision_config={**_SIGLIP, "head_dim": 8, "model_type": "pixtral"},
     ),
-    "Falcon-H1": lambda ids: hf.FalconH1Config(**_DENSE, **_mamba2(), mamba_d_ssm=96, **ids),
+    "Falcon-H1": lambda ids: hf.FalconH1Config(**_DENSE, **_mamba2(), mamba_d_ssm=256, **ids),
     "DeepSeek V3.2": lambda ids: hf.DeepseekV32Config(**_latent(), **_ROUTED, **ids),
 }
