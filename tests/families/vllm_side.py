@@ -2,9 +2,9 @@
 
     python vllm_side.py DIRECTORY
 
-DIRECTORY has a folder for each family, with two checkpoints `a` and `b` of one shape. In each, answers.json tells what
-was sampled from `a`, after a push of `b`, and after a push of `a` again, or the error that came instead. A family whose
-kernels refuse float32 is asked in bfloat16.
+DIRECTORY has a folder for each family, with two checkpoints `a` and `b` of one shape. In each, answers.json tells
+what was sampled from `a`, after a push of `b`, and after a push of `a` again, or the error that came instead. A
+family whose kernels refuse float32 is asked in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def sample(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
     """Sample from some prompts at once, and return prompts, tokens and their log-probs."""
     dice = random.Random(0)
     prompts = [[dice.randrange(1, vocabulary) for _ in range(length)] for length in PROMPT_LENGTHS]
-    asked = [SamplingParams(max_tokens=SAMPLED, seed=place, logprobs=0, ignore_eos=True) for place in range(len(prompts))]
+    asked = [
+        SamplingParams(max_tokens=SAMPLED, seed=place, logprobs=0, ignore_eos=True) for place in range(len(prompts))
+    ]
     answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
