@@ -27,8 +27,8 @@ _HYBRID = {
 _GATED_DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -64,23 +64,24 @@ _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6
 
 
 def _qwen3_5_text(**more: Any) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+    rope = {**_MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25, "mrope_interleaved": True}
     return {**_HYBRID, **_GATED_DELTA, "rope_parameters": rope, **more}
 
 
 def _qwen_vl_text() -> dict[str, Any]:
-    return {**_DENSE, "rope_parameters": _MROPE}
+    return {**_DENSE, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
 
 
 def _latent(**more: Any) -> dict[str, Any]:
     return {
         **_NO_HEAD_DIM,
         "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
+        # vLLM's kernels for latent attention know the published sizes alone
+        "kv_lora_rank": 512,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
         **more,
     }
 
@@ -169,7 +170,13 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     # vLLM asks for what the published configs have beside what transformers reads
     "DeepSeek V3": lambda ids: hf.DeepseekV3Config(**_latent(), **_ROUTED, topk_method="noaux_tc", **ids),
     "MiniMax M2": lambda ids: hf.MiniMaxM2Config(
-        **_DENSE, num_local_experts=4, num_experts_per_tok=2, rotary_dim=16, **ids
+        **_DENSE,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rotary_dim=16,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        **ids,
     ),
     "Granite 4": lambda ids: hf.GraniteMoeHybridConfig(
         **{**_NO_HEAD_DIM, "num_hidden_layers": 3},

@@ -39,7 +39,7 @@ def cell_of(family: Family, directory: Path) -> tuple[str, str]:
         model = trained_class(checkpoint).from_pretrained(checkpoint, dtype=getattr(torch, told["dtype"])).eval()
         found = torch.cat([differences(model, **answer) for answer in told[stage]])
         gaps[stage] = (found.mean() if is_half else found.max()).item()
-    agrees = max(gaps.values()) < (MEAN_OF_HALF if is_half else LARGEST)
+    agrees = all(gap < (MEAN_OF_HALF if is_half else LARGEST) for gap in gaps.values())
     return ("bfloat16" if is_half else "yes") if agrees else "no", json.dumps(gaps)
 
 

@@ -2,8 +2,8 @@
 
     python tests/families/page.py
 
-measures every family and writes docs/reference/models.json and models.md. The column of vLLM needs `make vllm`; without
-it the cells stay as they are.
+measures every family and writes docs/reference/models.json and models.md. The column of vLLM needs `make vllm`;
+without it the cells stay as they are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PAGE = TABLE.with_suffix(".md")
 
 _HEAD = """# Models
 
-Families that are tried at every change, each as a checkpoint of some 0.1 million random parameters with the family's
-own layers, special tokens and chat format (`make test-families`; as JSON: [models.json](models.json)). What holds for
-such a model holds for a large one of its type as far as names, layouts, caches and formats go, not for speed.
+Families that are tried at every change, each as a checkpoint of 0.2 to 1.2 million random parameters with the
+family's own layers, special tokens and chat format (`make test-families`; as JSON: [models.json](models.json)). What
+holds for such a model holds for a large one of its type as far as names, layouts, caches and formats go, not for speed.
 
 {table}
 
@@ -40,10 +40,13 @@ such a model holds for a large one of its type as far as names, layouts, caches 
 - **images**: of multimodal models: prompts with images get the log-probs of transformers' own pass within 1e-4, in
   any batch and after a push, and dialogues in which each turn shows one are trained ([guide](../guides/images.md)).
   "no": not tried.
-- **vLLM**: vLLM 0.32's CPU build (`make test-vllm`) starts from the checkpoint, images left out, and the log-probs of
-  what it samples are transformers' own within 1e-3, at first, after a push of other weights and after one of the first
-  again. "bfloat16": its kernels for linear attention take nothing else, and the mean agrees within 0.05. "refused": it
-  does not start, for reasons below.
+- **vLLM**: `vf-vllm` on vLLM 0.32's CPU build starts from the checkpoint, images left out, and the log-probs of what
+  it samples are transformers' own within 1e-3: at first, after a push of other weights, and after one of the first
+  again (`make test-vllm`). "bfloat16": its kernels take nothing else, and the mean agrees within 0.05.
+  "no": the first weights agree, a push does not. gpt-oss's loader passes by vLLM's reload, so experts and sinks stay
+  as they were; Gemma 3n gives NaN. The check of log-probs ends such a run after its first push.
+  "refused" by vLLM's CPU build: DeepSeek V3's latent attention takes no push, V3.2's sparse one has no kernel, nor
+  have Nemotron-H's experts, and MiniMax's are routed by a function that it does not have.
 
 Layers with a state (Qwen 3.5, Qwen3-Next, Granite 4, LFM2, Nemotron-H) keep one a sequence, whatever its length. A
 state cannot be cut back, so a prompt goes on from a kept turn only where it begins with all of it, as turns by token

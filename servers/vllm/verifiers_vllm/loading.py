@@ -6,6 +6,7 @@ top of them: a layer that is made of several tensors is closed too early, withou
 
 On the CPU vLLM packs weights for its kernels when a model is first loaded. A reload packs linear layers again, but
 neither experts nor a head that is tied to the embeddings: these then read plain weights as packed ones, or old ones.
+Its rotation by position takes heads that stand apart for one.
 
 While new weights are loaded nothing is sampled. Copying and packing a model's weights is memory's work,
 which one thread alone cannot keep busy; for sampling the server keeps the threads that it was given.
@@ -31,6 +32,22 @@ def register() -> None:
     if not hasattr(CPUWorker.reload_weights, "__wrapped__"):
         CPUWorker.reload_weights = load_with_every_core(pack_tied_again(CPUWorker.reload_weights))
     wrap_experts()
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    if not hasattr(RotaryEmbedding.forward_cpu, "__wrapped__"):
+        RotaryEmbedding.forward_cpu = turn_every_head(RotaryEmbedding.forward_cpu)
+
+
+def turn_every_head(turn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the CPU's rotation by position, whose kernel turns one head alone of (T, heads, D), as LFM2 gives them."""
+
+    @functools.wraps(turn)
+    def turns(layer: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        parts = [one if one is None else one.flatten(1) for one in (query, key)]
+        turned = turn(layer, positions, *parts)
+        return tuple(one if one is None else one.view(of.shape) for one, of in zip(turned, (query, key), strict=True))
+
+    return turns
 
 
 def wrap_experts() -> None:

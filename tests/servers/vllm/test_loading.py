@@ -165,3 +165,16 @@ def test_layers_that_share_a_weight_are_packed_after_each_load_and_others_are_no
     worker = SimpleNamespace(model_runner=runner)
     assert loading.pack_tied_again(lambda worker, path: f"loaded {path}")(worker, "weights") == "loaded weights"
     assert packed == ["embed_tokens", "lm_head"]
+
+
+def test_heads_that_stand_apart_are_turned_like_others() -> None:
+    def kernel(layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None) -> Any:
+        # in place, by rows
+        return query.mul_(positions[:, None]), key if key is None else key.mul_(positions[:, None])
+
+    turn, positions = loading.turn_every_head(kernel), torch.tensor([2.0, 3.0])
+    query, key = turn(None, positions, torch.ones(2, 4, 8), torch.ones(2, 2, 8))
+    assert (query.shape, key.shape) == ((2, 4, 8), (2, 2, 8))
+    assert query[:, :, 0].tolist() == [[2.0] * 4, [3.0] * 4]
+    query, key = turn(None, positions, torch.ones(2, 8))
+    assert (query.shape, key) == ((2, 8), None)

@@ -65,7 +65,13 @@ def make_vision_model(directory: str | Path, *, seed: int = 0) -> None:
             "num_key_value_heads": 4,
             "head_dim": 16,
             "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "mrope_section": [2, 3, 3],
+                # always so in transformers, asked for by vLLM
+                "mrope_interleaved": True,
+            },
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
