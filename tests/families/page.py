@@ -20,8 +20,9 @@ PAGE = TABLE.with_suffix(".md")
 _HEAD = """# Models
 
 Families that are tried at every change, each as a checkpoint of 0.2 to 1.2 million random parameters with the
-family's own layers, special tokens and chat format (`make test-families`; as JSON: [models.json](models.json)). What
-holds for such a model holds for a large one of its type as far as names, layouts, caches and formats go, not for speed.
+family's own layers, special tokens and chat format (`make test-families`; as JSON: [models.json](models.json)).
+What holds for such a model holds for a large one of its type as far as names, layouts, caches and formats go, not
+for speed.
 
 {table}
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 # test modules are imported without a package (import mode importlib), so what they share is found by path
 sys.path.append(str(Path(__file__).parents[1] / "families"))
 
@@ -16,12 +14,10 @@ from checks import Showing
 from families import Family
 
 
-# Gemma 3's processor wants newlines of several lengths as tokens, and Qwen 3.5 is bfloat16 there
-@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3-VL"])
 def test_log_probs_of_dialogues_with_images_agree_before_and_after_a_push(
-    launch: Callable[..., Any], make_trainer: Callable[..., Any], tmp_path: Path, name: str
+    launch: Callable[..., Any], make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    seeing = Family(name).write_with_images(tmp_path / "seeing")
+    seeing = Family("Qwen3-VL").write_with_images(tmp_path / "seeing")
     server = launch(seeing, "--limit-mm-per-prompt", '{"image": 3, "video": 0}')
     trainer = make_trainer(seeing, Showing(), server.url, max_images=3, max_completion_length=6)
     trainer.keeps_logps = True
