@@ -44,7 +44,7 @@ REAL: dict[str, Any] = {
     "num_generations": 8,
     "max_completion_length": 64,
 }
-"""4 prompts x 8 completions a step: those of examples/demo/run.py."""
+"""4 prompts x 8 completions a step."""
 
 LORA: dict[str, Any] = {"r": 16, "alpha": 32, "learning_rate": 2e-4}
 
