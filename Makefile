@@ -32,7 +32,7 @@ help:
 	@echo "make podman      prepare podman for the slow tests of containers (Debian, as root)"
 	@echo "make test-clients  other people's clients against the embedded server"
 	@echo "make test-families  every model family, small: embedded server, pushes, training, tools (8 minutes at most)"
-	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 8 minutes)"
+	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 11 minutes)"
 	@echo "make test-deepspeed  ZeRO-2 and ZeRO-3 on two CPU processes (a C++ compiler; about 2 minutes)"
 	@echo "make dist        wheels of verifiers and its servers, into dist/"
 	@echo "make check       format, lint, types, import directions"

@@ -23,12 +23,16 @@ def sample_all(directory: Path) -> Path:
     for family in FAMILIES:
         for seed, name in enumerate("ab"):
             family.write(directory / family.name / name, seed)
-    subprocess.run([PYTHON, str(Path(__file__).with_name("vllm_side.py")), str(directory)], check=True)
+    subprocess.run([PYTHON, str(Path(__file__).with_name("vllm_side.py")), str(directory)], check=True, timeout=1500)
     return directory
 
 
 def cell_of(family: Family, directory: Path) -> tuple[str, str]:
-    """Return the family's cell and what it is by: "yes", "bfloat16" (where float32 is refused), "no" or "refused"."""
+    """Return the family's cell and what it is by.
+
+    "yes", "bfloat16" (where float32 is refused), "no" (a push does not agree), "differs" (nor do the
+    first weights), or "refused".
+    """
     told = json.loads((directory / family.name / "answers.json").read_text())
     if "error" in told:
         return "refused", told["error"]
@@ -39,7 +43,10 @@ def cell_of(family: Family, directory: Path) -> tuple[str, str]:
         model = trained_class(checkpoint).from_pretrained(checkpoint, dtype=getattr(torch, told["dtype"])).eval()
         found = torch.cat([differences(model, **answer) for answer in told[stage]])
         gaps[stage] = (found.mean() if is_half else found.max()).item()
-    agrees = all(gap < (MEAN_OF_HALF if is_half else LARGEST) for gap in gaps.values())
+    bound = MEAN_OF_HALF if is_half else LARGEST
+    agrees = all(gap < bound for gap in gaps.values())
+    if not gaps["first"] < bound:
+        return "differs", json.dumps(gaps)
     return ("bfloat16" if is_half else "yes") if agrees else "no", json.dumps(gaps)
 
 

@@ -41,9 +41,10 @@ for speed.
 - **images**: of multimodal models: prompts with images get the log-probs of transformers' own pass within 1e-4, in
   any batch and after a push, and dialogues in which each turn shows one are trained ([guide](../guides/images.md)).
   "no": not tried.
-- **vLLM**: `vf-vllm` on vLLM 0.32's CPU build starts from the checkpoint, images left out, and the log-probs of what
-  it samples are transformers' own within 1e-3: at first, after a push of other weights, and after one of the first
-  again (`make test-vllm`). "bfloat16": its kernels take nothing else, and the mean agrees within 0.05.
+- **vLLM**: vLLM 0.32's CPU build, with the plugin of `vf-vllm`, starts from the checkpoint, images left out, and the
+  log-probs of what it samples are transformers' own within 1e-3: at first, after a push of other weights, and after
+  one of the first again (`make test-vllm`). "bfloat16": its kernels take nothing else, and the mean agrees within
+  0.05.
   "no": the first weights agree, a push does not. gpt-oss's loader passes by vLLM's reload, so experts and sinks stay
   as they were; Gemma 3n gives NaN. The check of log-probs ends such a run after its first push.
   "refused" by vLLM's CPU build: DeepSeek V3's latent attention takes no push, V3.2's sparse one has no kernel, nor
@@ -83,7 +84,11 @@ def main() -> None:
             table[family.name], reasons = measure(family, Path(scratch) / family.name)
             for reason in reasons:
                 print(*getattr(reason, "__notes__", ()), reason, sep=": ", flush=True)
-            cell = (known[family.name]["vllm"], "not measured") if sampled is None else cell_of(family, sampled)
+            cell = (
+                (known.get(family.name, {}).get("vllm", "?"), "not measured")
+                if sampled is None
+                else cell_of(family, sampled)
+            )
             table[family.name]["vllm"] = cell[0]
             print(family.name, "vLLM", *cell, sep=": ", flush=True)
     TABLE.write_text(json.dumps(table, indent=1) + "\n")

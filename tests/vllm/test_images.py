@@ -22,6 +22,7 @@ def test_log_probs_of_dialogues_with_images_agree_before_and_after_a_push(
     trainer = make_trainer(seeing, Showing(), server.url, max_images=3, max_completion_length=6)
     trainer.keeps_logps = True
     trainer.train()
+    server.stop()
     assert trainer.largest_difference() < 1e-3
     assert max(trainer.logged("sampling/probe_difference")) < 1e-3
     assert {len(names) for batch in trainer.seen for names in batch.get("images", ())} >= {3}

@@ -25,6 +25,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # the first of them waits for all to be sampled
 @pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_vllm_samples_what_the_trainer_computes(family: Family, sampled: Path) -> None:
     cell, reason = cell_of(family, sampled)

@@ -429,9 +429,11 @@ def _without_retries(client: Any) -> Any:
 
 
 def _is_patched(client: Any) -> bool:
-    """Return whether a method of this one object of the SDK was replaced."""
+    """Return whether a part of this one object of the SDK was replaced."""
     chat = vars(client).get("chat")
-    return "create" in vars(getattr(chat, "completions", object)) or "request" in vars(client)
+    parts = [chat, getattr(chat, "completions", None)]
+    is_foreign = any(part is not None and type(part).__module__.split(".")[0] != "openai" for part in parts)
+    return is_foreign or "create" in vars(parts[1] or object) or "request" in vars(client)
 
 
 def _is_async(client: Any, create: Any) -> bool:

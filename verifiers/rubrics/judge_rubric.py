@@ -339,7 +339,8 @@ class JudgeRubric(Rubric):
                 try:
                     return await retry(functools.partial(_answered_text, backend, arguments), policy)
                 finally:
-                    await backend.close()
+                    if backend is not client:
+                        await backend.close()
         except ConfigError:
             raise
         except Exception as error:
