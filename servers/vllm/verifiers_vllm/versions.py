@@ -12,7 +12,7 @@ import re
 Minor = tuple[int, int]
 
 OLDEST: Minor = (0, 28)
-NEWEST: Minor = (0, 32)
+NEWEST: Minor = (0, 33)
 SCALE_OUT_FLAG_SINCE: Minor = (0, 30)
 """From here on /inference/v1/generate is there only with --enable-scale-out; before, it always was."""
 
