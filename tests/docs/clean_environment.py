@@ -78,7 +78,7 @@ class CleanEnvironment:
         return done.stdout
 
     def install(self, command: str, quick: bool = False) -> None:
-        """Run an install command as printed, or by uv, which resolves what pip does in a tenth of the time."""
+        """Run an install command as printed, or by uv, which installs the same in a fraction of the time."""
         if quick:
             command = command.replace("pip install", "uv pip install", 1)
         self.run(command, cwd=self.dist.parent if "dist/" in command else ROOT)

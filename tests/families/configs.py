@@ -60,6 +60,14 @@ _SIGLIP: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
 
 
@@ -154,15 +162,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         **_WINDOWS,
         num_local_experts=4,
         num_experts_per_tok=2,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10_000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
+        rope_parameters={**_YARN, "truncate": False},
         **ids,
     ),
     "GLM 4": lambda ids: hf.Glm4Config(**_DENSE, **ids),
@@ -211,12 +211,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         text_config=hf.Ministral3Config(
             **_DENSE,
             rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10_000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
+                **_YARN,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
