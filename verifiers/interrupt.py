@@ -51,6 +51,11 @@ class Termination:
     def has_begun(self) -> bool:
         return self._since is not None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a signal came while the run was being ended."""
+        return self._waiting is not None
+
     def begin(self) -> None:
         """Hold back further signals: the run is being ended, for whatever reason."""
         self._since = self._since or time.monotonic()

@@ -180,8 +180,9 @@ class Replica:
         if found == PARTIALLY_LOADED:
             self.is_partially_loaded = True
         elif self.versions and found not in self.versions:
+            # a new process, which holds nothing of a load that the old one did not end
             self.repeated_loads += 1
-            self.versions = frozenset()
+            self.versions, self.is_partially_loaded = frozenset(), False
         if self.versions:
             # the embedded server marks weights that were loaded and not yet named
             self.versions |= {name} | {f"{old}+reload" for old in self.versions}

@@ -185,8 +185,8 @@ def end_together(
                 finally:
                     # also where a signal came just before
                     close()
-                    if failures is not None and failures.is_unexplained:
-                        time.sleep(_LAUNCHER_POLLS_S)
+                    if failures is not None and failures.is_of_other:
+                        _await_launcher(termination)
         termination.raise_waiting()
     return result
 
@@ -250,13 +250,11 @@ _STORE_TIMEOUT_S = 5.0
 _TRACEBACK_CHARACTERS = 2**13
 
 _LAUNCHER_S = 3.0
-"""Seconds that a rank above 0 which follows another rank's failure waits to be ended by the launcher.
+"""Seconds that a rank which follows another rank's failure waits to be ended by the launcher.
 
-Otherwise the launcher's report could name this rank as the first that failed.
+Otherwise the launcher's report could name this rank as the first that failed: the other closes its connections before
+it exits.
 """
-
-_LAUNCHER_POLLS_S = 0.5
-"""Seconds that rank 0 outlasts a rank that was killed, so that torchrun, which polls every 0.1 s, names that rank."""
 
 _EXIT_S = 2.0
 """Seconds that the interpreter may take to exit after a failure: it would wait for collectives that cannot end."""
@@ -268,13 +266,13 @@ class _FirstFailure:
     """The first failure of a run, kept in the store at which torch's ranks met, so that rank 0 can name it.
 
     Attributes:
-        is_unexplained: another rank has gone and left no error behind.
+        is_of_other: what ended this rank is the failure of another.
     """
 
     def __init__(self, rank: int) -> None:
         from torch.distributed import DistError, TCPStore
 
-        self.is_unexplained = False
+        self.is_of_other = False
         self._rank = rank
         # the ranks make their runs in the same order
         self._key = f"verifiers/failure/{next(_run_number)}"
@@ -298,13 +296,11 @@ class _FirstFailure:
             cause = RankError(f"rank {first['rank']} stopped: {first['text']}")
             cause.add_note(f"On rank {first['rank']}:\n{first['traceback']}")
         elif _broke_off(error):
-            self.is_unexplained = True
             cause = RankError(
                 "another rank ended without an error of its own, so it was killed (out of memory?), crashed, or lost "
                 f"its host; the launcher's report names it ({_error_text(error)})."
             )
-        if self._rank and isinstance(cause, RankError):
-            time.sleep(_LAUNCHER_S)
+        self.is_of_other = isinstance(cause, RankError)
         return cause
 
     def _exchange(self, error: BaseException | None) -> dict[str, Any] | None:
@@ -333,6 +329,12 @@ def _broke_off(error: BaseException) -> bool:
 
     text = str(error)
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))
+
+
+def _await_launcher(termination: Termination) -> None:
+    deadline = time.monotonic() + _LAUNCHER_S
+    while not termination.is_waiting and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _exit_within(seconds: float) -> None:
