@@ -1,6 +1,6 @@
 """A real language model (SmolLM2-135M-Instruct): training beside TRL, serving beside other servers.
 
-    python benchmarks/real_model.py [--seeds 5] [--rounds 3] [--parts training serving] [--kinds full lora]
+    python benchmarks/real_model.py [--seeds 0 1 2 3 4] [--rounds 3] [--parts training serving] [--kinds full lora]
 
 Training: TRL's own GRPOTrainer, which generates with transformers, and ours in one process, to the same mean reward
 of three steps (`--target`) from the same checkpoint, with the same prompts, sizes and learning rate; all cores each,
@@ -47,7 +47,7 @@ def training(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for kind in args.kinds:
         runs: dict[str, dict[int, Run]] = {"ours": {}, "theirs": {}}
-        for seed, side in itertools.product(range(args.seeds), runs):
+        for seed, side in itertools.product(args.seeds, runs):
             asked = {
                 "real": kind, "model": str(args.model), "seed": seed, "window": 3, "latency_s": 0.0,
                 "num_batches_ahead": 0, "target": args.target, "max_steps": args.max_steps,
@@ -199,7 +199,7 @@ def main() -> None:
     # read when torch is imported, here and in the servers
     os.environ.update(OMP_NUM_THREADS=str(CORES), OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(5)], help="a run of each side for each")
     parser.add_argument("--kinds", nargs="*", choices=("full", "lora"), default=["full", "lora"])
     parser.add_argument("--target", type=float, default=0.7, help="mean reward of three steps that ends a run")
     parser.add_argument("--max-steps", type=int, default=30)

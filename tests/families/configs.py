@@ -143,7 +143,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
             "vocab_size_per_layer_input": ids["vocab_size"],
             **ids,
         },
-        vision_config={**_SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        vision_config={**_SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 128},
     ),
     "Gemma 3n": lambda ids: hf.Gemma3nTextConfig(
         **{**_DENSE, "num_hidden_layers": 4, "intermediate_size": [64] * 4},

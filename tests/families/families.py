@@ -28,7 +28,10 @@ from formats import (
 )
 from tiny_models import character_tokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 _PAD = "<pad>"
@@ -99,12 +102,37 @@ _GEMMA3_SIGHT = Sight(
     {"image_seq_length": 4},
     dict(zip(("image_token", "boi_token", "eoi_token"), _GEMMA3_MARKS.values(), strict=True)),
 )
+_GEMMA4_MARKS = {
+    "image_token_id": "<|image|>",
+    "boi_token_id": "<|image>",
+    "eoi_token_id": "<image|>",
+    "audio_token_id": "<|audio|>",
+    "boa_token_id": "<|audio>",
+    "eoa_token_id": "<audio|>",
+}
+_GEMMA4_SIGHT = Sight(
+    _GEMMA4_MARKS,
+    "<|image|>",
+    lambda: Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=3),
+    named={name.removesuffix("_id"): mark for name, mark in _GEMMA4_MARKS.items()},
+)
+# it writes the times of videos in words, which no test needs a package for
+processing_smolvlm.num2words = str
+_SMOLVLM_SIGHT = Sight(
+    {"image_token_id": "<image>", "around": "<fake_token_around_image>", "whole": "<global-img>"},
+    "<image>",
+    # an image is read in parts of 16 x 16, and as a whole
+    lambda: SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+    {"image_seq_len": 4},
+)
 SIGHTS = {
     "Qwen 3.5": _QWEN_SIGHT,
     "Qwen 3.5 MoE": _QWEN_SIGHT,
     "Qwen2.5-VL": _QWEN_SIGHT,
     "Qwen3-VL": _QWEN_SIGHT,
     "Gemma 3": _GEMMA3_SIGHT,
+    "Gemma 4": _GEMMA4_SIGHT,
+    "SmolVLM": _SMOLVLM_SIGHT,
 }
 """Families of which images are tried."""
 

@@ -200,7 +200,7 @@ async def test_between_turns_that_leave_tokens_out_nothing_is_cut() -> None:
     turns = [Turn([3], [1, 2], [-1.0] * 2, [0, 0], kept_counts=[2, 0], kept_ids=[1, 5])]
     turns += [
         Turn([3, 1, 2, 7, 7], [4], [-1.0], [0]),
-        Turn([3, 1, 2, 7, 7, 4], [6], [-1.0], [0], None, None, None, [1], [6]),
+        Turn([3, 1, 2, 7, 7, 4], [6], [-1.0], [0], kept_counts=[1], kept_ids=[6]),
     ]
     (row,), _ = rows_from_turns(turns)
     assert (list(row.kept_counts), list(row.kept_ids)) == ([2, 0, 0, 0, 0, 1], [1, 5, 6])
@@ -320,8 +320,8 @@ async def test_the_handle_looks_like_the_client_it_stands_for(backend: HttpBacke
 # -- turns as rows ------------------------------------------------------------------------------------------------
 
 
-def turn(prompt: list[int], answer: list[int], *, version: int = 0, finish: str = "stop") -> Turn:
-    return Turn(prompt, answer, [-0.5] * len(answer), [version] * len(answer), finish)
+def turn(prompt: list[int], answer: list[int], *, version: int = 0) -> Turn:
+    return Turn(prompt, answer, [-0.5] * len(answer), [version] * len(answer))
 
 
 def test_one_turn_is_one_row_with_loss_on_every_sampled_token() -> None:
@@ -369,13 +369,6 @@ def test_two_interleaved_conversations_each_extend_their_own_row() -> None:
 
 def test_a_turn_without_sampled_tokens_leaves_no_row() -> None:
     assert rows_from_turns([turn([1, 2], [])]) == ([], 0)
-
-
-def test_truncation_is_that_of_the_last_turn() -> None:
-    rows, _ = rows_from_turns([turn([1], [2], finish="length"), turn([1, 2, 3], [4])])
-    assert not rows[0].is_truncated
-    rows, _ = rows_from_turns([turn([1], [2]), turn([1, 2, 3], [4], finish="length")])
-    assert rows[0].is_truncated
 
 
 async def test_a_training_answer_gives_its_tokens_where_they_are_read_and_as_the_server_sent_them_where_asked() -> (

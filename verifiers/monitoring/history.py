@@ -77,7 +77,6 @@ class History:
     Attributes:
         columns: every metric's values at `steps`; NaN where it has none.
         details: other means of evaluations: of "at_k", "function" and "task", by what a curve of them is called.
-        last_at: when the last line was written, in seconds since 1970; 0.0 for none.
     """
 
     steps: array[float] = field(default_factory=lambda: array("d"))
@@ -87,7 +86,6 @@ class History:
     failures: dict[str, ErrorCount] = field(default_factory=dict)
     time: RunTime = field(default_factory=RunTime)
     signal: LearningSignal = field(default_factory=LearningSignal)
-    last_at: float = 0.0
 
     def values(self, name: str) -> Sequence[float]:
         """Return a metric's values at `steps`; empty where it was never logged."""
@@ -132,7 +130,6 @@ def is_trained_on(name: str, logs: Mapping[str, Any]) -> bool | None:
 def read_history(run_dir: str | Path) -> History:
     history = History()
     for line in read_lines(Path(run_dir) / METRICS):
-        history.last_at = max(history.last_at, float(line.get("at") or 0.0))
         step = float(line["step"])
         _take_evaluations(history, line, step)
         _take_failures(history, line, int(step))

@@ -470,16 +470,11 @@ class RolloutClient(_OpenAIClient):
     def _turn(self, tokens: SampledTokens, version_before: int, images: Sequence[str]) -> Turn | None:
         if tokens.prompt_ids is None or tokens.completion_ids is None or tokens.logprobs is None:
             return None
-        versions, all_reported = _versions(tokens.versions, len(tokens.completion_ids), version_before)
-        version_after = version_before if all_reported else self._policy_version()
-        # it is unknown before which token a push in between came, so both versions stand for all of them
-        newest = version_after if version_after != version_before else None
+        versions = _versions(tokens.versions, len(tokens.completion_ids), version_before)
         held = self._ids.append(tokens.prompt_ids, tokens.completion_ids)
         kept: Sequence[Sequence[int]] = tokens.kept or ()
         counts, ids = array("i", map(len, kept)), array("i", itertools.chain.from_iterable(kept))
-        logprobs = array("d", tokens.logprobs)
-        reason, role = tokens.finish_reason, _role.get()
-        return Turn(*held, logprobs, versions, reason, newest, role, counts, ids, tuple(images))
+        return Turn(*held, array("d", tokens.logprobs), versions, _role.get(), counts, ids, tuple(images))
 
 
 def _total(counts: list[int | None]) -> int | None:
@@ -487,17 +482,15 @@ def _total(counts: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> tuple[list[int], bool]:
-    """Return each token's policy version, the default where the server reports none, and whether it reports all."""
+def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> list[int]:
+    """Return each token's policy version, the default where the server reports none."""
     versions = [default] * length
-    reported = 0
     for span in spans:
         version = version_number(span["version"])
         if version is not None:
             start, end = int(span["start"]), min(int(span["end"]), length)
             versions[start:end] = [version] * (end - start)
-            reported += end - start
-    return versions, reported >= length
+    return versions
 
 
 def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
@@ -558,7 +551,4 @@ def _append_turn(row: TokenSequence, environment_ids: Sequence[int], turn: Turn)
     row.loss_mask += [0] * written + [1] * sampled
     row.logprobs += [0.0] * written + list(turn.logprobs)
     row.versions += [-1] * written + list(turn.versions)
-    row.is_truncated = turn.finish_reason == "length"
     row.images = turn.images
-    if turn.newest_version is not None:
-        row.unreported_version = max(turn.newest_version, row.unreported_version or 0)

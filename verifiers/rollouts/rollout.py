@@ -46,9 +46,7 @@ class Turn:
         completion_ids: every sampled token id, the end-of-sequence token included.
         logprobs: log-probability of each sampled token under the distribution it was sampled from
             (after temperature), in nats; same length as `completion_ids`.
-        finish_reason: the server's: "stop", "length", "tool_calls", ...
-        newest_version: the version when the answer ended, where that is another than when it began and the server
-            reports no version of single tokens; `versions` then holds the one at the beginning.
+        versions: policy version of each; of tokens that the server does not stamp, the version when the answer began.
         role: of `client.role(name)`; None for the rollout's own client.
         kept_counts, kept_ids: how many ids each token was drawn from, 0 for all, and these; empty where nothing was
             left out.
@@ -59,8 +57,6 @@ class Turn:
     completion_ids: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
-    finish_reason: str | None = None
-    newest_version: int | None = None
     role: str | None = None
     kept_counts: Sequence[int] = ()
     kept_ids: Sequence[int] = ()
@@ -77,8 +73,6 @@ class TokenSequence:
         loss_mask: 1 on sampled tokens, 0 on the environment's; length T.
         logprobs: the sampler's log-probs; 0.0 where `loss_mask` is 0; length T.
         versions: policy version of each sampled token; -1 where `loss_mask` is 0; length T.
-        unreported_version: the newest version that may have sampled tokens which the server does not stamp (see
-            `Turn`); None where there are none.
         turn_lengths: sampled tokens of each policy turn in this row, by the turn's number in its rollout, in order.
         teacher_logprobs: a teacher's of the sampled tokens; 0.0 where `loss_mask` is 0; length T, or 0 without one.
         teacher_ids: the likeliest tokens to the teacher, as many for each sampled token, where they were asked for.
@@ -93,8 +87,6 @@ class TokenSequence:
     loss_mask: MutableSequence[int] = field(default_factory=list)
     logprobs: MutableSequence[float] = field(default_factory=list)
     versions: MutableSequence[int] = field(default_factory=list)
-    is_truncated: bool = False
-    unreported_version: int | None = None
     teacher_logprobs: MutableSequence[float] = field(default_factory=list)
     teacher_ids: MutableSequence[int] = field(default_factory=list)
     teacher_ids_logprobs: MutableSequence[float] = field(default_factory=list)
@@ -119,11 +111,6 @@ class TokenSequence:
     def oldest_version(self) -> int:
         """The smallest policy version among the sampled tokens; 0 for a row without any."""
         return min((v for v in self.versions if v >= 0), default=0)
-
-    @property
-    def newest_version(self) -> int:
-        """The largest policy version that may have sampled a token; 0 for a row without any."""
-        return max(max(self.versions, default=0), self.unreported_version or 0, 0)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ import copy
 import hashlib
 import inspect
 import io
-import itertools
 import json
 import threading
 import warnings
@@ -106,11 +105,13 @@ class ImageProcessor:
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, bytes], tuple[list[int], Images]] = {}
         self.token: str = processor.image_token
-        probe = self._call(self.token, [_gray()])
+        probe = self._call(self.token * 2, [_gray()] * 2)
         shape = probe["input_ids"].shape
         self._by_token = [
             name for name, one in probe.items() if one.shape == shape and name not in ("input_ids", "attention_mask")
         ]
+        # some models read one list of images a prompt; they are laid out in one list for all
+        self._in_lists = {name for name, one in probe.items() if one.shape[0] == 1}
 
     @classmethod
     def load(
@@ -155,10 +156,9 @@ class ImageProcessor:
         Raises ImageError for images that cannot be read, or of another number than the prompt has places for.
         """
         ids, read = self._read(text, images)
-        runs = [is_place for is_place, _ in itertools.groupby(ids, self.token_id.__eq__)].count(True)
         with self._lock:
             said = self.processor.tokenizer.encode(text.replace(self.token, ""), add_special_tokens=False)
-        if runs != len(images) or self.token_id in said:
+        if self.token_id in said:
             raise ImageError(
                 f"the prompt's text holds the mark of images ({self.token}) or what stands for their parts; leave it "
                 "out of texts, or serve a model whose chat template shows the images of this message"
@@ -192,7 +192,11 @@ class ImageProcessor:
         except ValueError as error:
             raise ImageError(f"the model's processor refused an image ({error}); give it another size") from error
         ids: list[int] = found.pop("input_ids")[0].tolist()
-        features = {name: one for name, one in found.items() if name not in (*self._by_token, "attention_mask")}
+        features = {
+            name: one[0] if name in self._in_lists else one
+            for name, one in found.items()
+            if name not in (*self._by_token, "attention_mask")
+        }
         return ids, Images(features, ids.count(self.token_id), digest)
 
     def gray(self) -> tuple[list[int], Images]:
@@ -207,7 +211,8 @@ class ImageProcessor:
         if not held:
             return {}
         places_RT = (ids_RT == self.token_id).long()
-        inputs = {name: torch.cat([one.features[name] for one in held]).to(device) for name in held[0].features}
+        inputs = {name: _joined([one.features[name] for one in held]).to(device) for name in held[0].features}
+        inputs |= {name: inputs[name][None] for name in self._in_lists.intersection(inputs)}
         return inputs | {name: places_RT.to(device) for name in self._by_token}
 
     def _call(self, text: str, images: list[Any]) -> dict[str, Tensor]:
@@ -258,16 +263,14 @@ class RowImages:
         if layout is None:
             return {"input_ids": ids_RT, **inputs}
         mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).to(ids_RT.device)
-        positions_3RT, _ = self.body.get_rope_index(
-            input_ids=ids_RT,
-            image_grid_thw=inputs["image_grid_thw"],
-            mm_token_type_ids=inputs["mm_token_type_ids"],
-            attention_mask=mask_RT,
-        )
         source_N = layout.sources(mask_RT)
         ids_1N = ids_RT.flatten()[source_N][None]
         laid = self.processor.inputs(ids_1N, self._laid_out(layout, ids_1N[0], batch["images"]), ids_RT.device)
-        return {"input_ids": ids_1N, "position_ids": positions_3RT.flatten(1)[:, None, source_N], **laid}
+        if hasattr(self.body, "get_rope_index"):
+            asked = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
+            positions_3RT, _ = self.body.get_rope_index(input_ids=ids_RT, attention_mask=mask_RT, **asked)
+            laid["position_ids"] = positions_3RT.flatten(1)[:, None, source_N]
+        return {"input_ids": ids_1N, **laid}
 
     def _laid_out(self, layout: Any, ids_N: Tensor, names: Sequence[Sequence[str]]) -> list[Images]:
         """Return each image in the order of the layout: once where rows share it."""
@@ -292,6 +295,15 @@ def towers(model: Any) -> dict[str, Any]:
         for name, part in body.named_children()
         if body is not decoder and all(module is not decoder for module in part.modules())
     }
+
+
+def _joined(features: Sequence[Tensor]) -> Tensor:
+    """Join features of several prompts' images; smaller images are filled up with zeros, as in one prompt."""
+    sizes = [max(dims) for dims in zip(*(one.shape[1:] for one in features), strict=True)]
+    joined = features[0].new_zeros(sum(map(len, features)), *sizes)
+    for place, one in zip(joined.split([*map(len, features)]), features, strict=True):
+        place[(slice(None), *map(slice, one.shape[1:]))] = one
+    return joined
 
 
 def _gray() -> Any:

@@ -58,7 +58,6 @@ def test_rows_are_padded_to_the_longest_of_them() -> None:
     assert batch["policy_versions"].tolist() == [7, 0, 0]
     assert batch["rollout_index"].tolist() == [0, 2, 2]
     assert batch["sampled_tokens"].tolist() == [4, 3, 1]
-    assert batch["rollout_sampled_tokens"].tolist() == [4, 4, 4]
     assert batch["is_padding"].tolist() == [False] * 3
 
 

@@ -122,7 +122,7 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
         - `images`: the names of each row's images, as a list of R, where there are any
         - `ce_mask` (R, C): 1 on tokens that are trained by cross-entropy, where there are any
         - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a row without a rollout),
-          `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool
+          `rollout_index`, `sampled_tokens`, and `is_padding`, which is bool
 
     Raises:
         ConfigError: there is no row, or one has an empty prompt or completion, or lists of different lengths.
@@ -185,7 +185,6 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
         "policy_versions": torch.tensor(versions),
         "rollout_index": torch.tensor([sample.rollout_index for sample in samples]),
         "sampled_tokens": torch.tensor([row.sampled_tokens for row in rows]),
-        "rollout_sampled_tokens": torch.tensor([sample.rollout_sampled_tokens for sample in samples]),
         "is_padding": torch.tensor(is_padding),
     }
 
