@@ -205,7 +205,7 @@ class ExternalRun:
     def _write_tokens(self, rollout: Rollout) -> None:
         if not rollout.rows:
             return
-        names = ("prompt_ids", "completion_ids", "loss_mask", "logprobs", "is_truncated")
+        names = ("prompt_ids", "completion_ids", "loss_mask", "logprobs")
         line = {
             "example_id": rollout.key.example_id,
             "generation": rollout.key.generation,

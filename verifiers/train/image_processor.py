@@ -10,6 +10,7 @@ import copy
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import threading
 import warnings
@@ -156,9 +157,12 @@ class ImageProcessor:
         Raises ImageError for images that cannot be read, or of another number than the prompt has places for.
         """
         ids, read = self._read(text, images)
+        runs = [is_place for is_place, _ in itertools.groupby(ids, self.token_id.__eq__)].count(True)
+        # where a model is told the kind of each token, it tells images apart by what stands between them
+        are_apart = runs == len(images) or not self._by_token
         with self._lock:
             said = self.processor.tokenizer.encode(text.replace(self.token, ""), add_special_tokens=False)
-        if self.token_id in said:
+        if not are_apart or self.token_id in said:
             raise ImageError(
                 f"the prompt's text holds the mark of images ({self.token}) or what stands for their parts; leave it "
                 "out of texts, or serve a model whose chat template shows the images of this message"
