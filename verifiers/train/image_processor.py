@@ -267,14 +267,12 @@ class RowImages:
         if layout is None:
             return {"input_ids": ids_RT, **inputs}
         mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).to(ids_RT.device)
+        asked = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
+        positions_3RT, _ = self.body.get_rope_index(input_ids=ids_RT, attention_mask=mask_RT, **asked)
         source_N = layout.sources(mask_RT)
         ids_1N = ids_RT.flatten()[source_N][None]
         laid = self.processor.inputs(ids_1N, self._laid_out(layout, ids_1N[0], batch["images"]), ids_RT.device)
-        if hasattr(self.body, "get_rope_index"):
-            asked = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
-            positions_3RT, _ = self.body.get_rope_index(input_ids=ids_RT, attention_mask=mask_RT, **asked)
-            laid["position_ids"] = positions_3RT.flatten(1)[:, None, source_N]
-        return {"input_ids": ids_1N, **laid}
+        return {"input_ids": ids_1N, "position_ids": positions_3RT.flatten(1)[:, None, source_N], **laid}
 
     def _laid_out(self, layout: Any, ids_N: Tensor, names: Sequence[Sequence[str]]) -> list[Images]:
         """Return each image in the order of the layout: once where rows share it."""
