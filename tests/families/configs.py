@@ -168,7 +168,9 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "GLM 4": lambda ids: hf.Glm4Config(**_DENSE, **ids),
     "GLM 4.5 MoE": lambda ids: hf.Glm4MoeConfig(**_DENSE, **_ROUTED, **ids),
     # vLLM asks for what the published configs have beside what transformers reads
-    "DeepSeek V3": lambda ids: hf.DeepseekV3Config(**_latent(), **_ROUTED, topk_method="noaux_tc", **ids),
+    "DeepSeek V3": lambda ids: hf.DeepseekV3Config(
+        **_latent(), **_ROUTED, topk_method="noaux_tc", scoring_func="sigmoid", **ids
+    ),
     "MiniMax M2": lambda ids: hf.MiniMaxM2Config(
         **_DENSE,
         num_local_experts=4,

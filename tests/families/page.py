@@ -47,8 +47,9 @@ for speed.
   0.05.
   "no": the first weights agree, a push does not. gpt-oss's loader passes by vLLM's reload, so experts and sinks stay
   as they were; Gemma 3n gives NaN. The check of log-probs ends such a run after its first push.
-  "refused" by vLLM's CPU build: DeepSeek V3's latent attention takes no push, V3.2's sparse one has no kernel, nor
-  have Nemotron-H's experts, and MiniMax's are routed by a function that it does not have.
+  "refused" by vLLM's CPU build: DeepSeek V3.2's sparse attention has no kernel, nor have Nemotron-H's experts, and
+  MiniMax's are routed by a function that it does not have. DeepSeek V3 needs `--attention-backend CPU_MLA` on a
+  processor with AMX, whose own kernels take no push.
 
 Layers with a state (Qwen 3.5, Qwen3-Next, Granite 4, LFM2, Nemotron-H) keep one a sequence, whatever its length. A
 state cannot be cut back, so a prompt goes on from a kept turn only where it begins with all of it, as turns by token
