@@ -19,13 +19,14 @@ SIDES = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Run:
-    """The costs of a side: seconds and steps to the target, tokens per second, and its largest memory in bytes."""
+    """A side's seconds and steps to the target, tokens per second, largest memory in bytes, and held-out gain."""
 
     seconds: float
     steps: int
     tokens_per_s: float
     memory_bytes: int
     reached: bool
+    gain: float | None
 
 
 def proportional_bytes(root: int) -> int:
@@ -87,6 +88,7 @@ def measure(name: str, asked: dict[str, Any], threads: int) -> Run:
     """Run a side to the target once."""
     started = time.perf_counter()
     *lines, last = run_side(name, asked, threads)
+    gain = lines.pop()["gain"] if "gain" in lines[-1] else None
     newest = [line["reward"] for line in lines[-asked["window"] :]]
     result = Run(
         seconds=lines[-1]["seconds"],
@@ -94,11 +96,13 @@ def measure(name: str, asked: dict[str, Any], threads: int) -> Run:
         tokens_per_s=sum(line["tokens"] for line in lines) / lines[-1]["seconds"],
         memory_bytes=int(last["memory"]),
         reached=sum(newest) / len(newest) >= asked["target"],
+        gain=gain,
     )
     print(
         f"{name:<7} seed {asked['seed']}  latency {asked['latency_s']:g} s: {result.seconds:7.1f} s, "
         f"{result.steps:4d} steps, {result.tokens_per_s:6.0f} tokens/s, {result.memory_bytes / 1e6:6.0f} MB"
-        f"{'' if result.reached else '  (target not reached)'}   [{time.perf_counter() - started:.0f} s in all]",
+        f"{'' if result.reached else '  (target not reached)'}"
+        f"{'' if gain is None else f'  held-out {gain:+.3f}'}   [{time.perf_counter() - started:.0f} s in all]",
         flush=True,
     )
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -63,7 +64,12 @@ def main() -> None:
         told = Told(asked["target"], asked["window"])
         env = noted(environment(asked), asked)
         trainer = vf.GRPOTrainer(asked["model"], env, args, callbacks=[told], peft_config=peft_config(asked))
-        trainer.train(resume_from_checkpoint=bool(asked.get("save_steps")))
+        if not asked.get("real"):
+            trainer.train(resume_from_checkpoint=bool(asked.get("save_steps")))
+            return
+        before = trainer.evaluate()["eval_reward"]
+        trainer.train()
+        print(json.dumps({"gain": trainer.evaluate()["eval_reward"] - before}), flush=True)
 
 
 if __name__ == "__main__":
