@@ -147,6 +147,9 @@ def spell_backward(side: str, seed: int) -> float:
         )
         trainer = vf.GRPOTrainer(str(demo / "start"), env, args, callbacks=[StopsWhenReached()])
         trainer.train()
+    rewards = [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log]
+    if rewards[-1] < REACHED:
+        sys.exit(f"{side}, seed {seed}: {rewards[-1]} of the words are right after {MOST_STEPS} steps, not {REACHED}")
     return float(trainer.state.global_step)
 
 

@@ -43,6 +43,18 @@ def test_a_key_that_other_texts_have_too_changes_no_outcome_role_name_or_number(
     assert redact.data(row) == row
 
 
+def test_what_headers_say_of_a_program_takes_no_words_out_of_texts() -> None:
+    headers = {
+        "X-Title": "Arithmetic word problems",
+        "X-Api-Key": "assistant",
+        "X-Proof": f"by {SECRET}-0123456789",
+    }
+    redact = Redactor(secrets_of_run("http://h/v1", "", headers, environ={}))
+    for text in ("Arithmetic word problems", "problems", "assistant"):
+        assert redact(text) == text
+    assert redact(f"{SECRET}-0123456789") == "***"
+
+
 def test_a_line_of_json_stays_one_and_its_numbers_with_it() -> None:
     redact = Redactor(["12345678"])
     assert redact.json('{"12345678": 12345678, "said": "\\ud800 12345678"}') == (

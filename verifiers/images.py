@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.types import message_field
+from verifiers.types import image_url_of, message_field
 
 MOST_BYTES = 32 * 2**20
 """Bytes of an encoded image."""
@@ -61,8 +61,7 @@ def image_urls(messages: Iterable[Any]) -> Iterator[str]:
         content = message_field(message, "content")
         for part in content if isinstance(content, list) else ():
             if isinstance(part, Mapping) and part.get("type") == "image_url":
-                given = part.get("image_url")
-                yield str(given.get("url") if isinstance(given, Mapping) else given)
+                yield image_url_of(part) or ""
 
 
 class ImageStore:

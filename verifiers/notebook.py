@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verifiers.types import message_field, message_text
+from verifiers.types import image_url_of, message_field, message_text
 
 _MOST_ROWS = 5
 _MOST_CHARACTERS = 240
@@ -203,7 +203,7 @@ def _shown_content(content: Any) -> tuple[str, list[str]]:
         if not isinstance(part, Mapping):
             texts.append(as_text(part))
         elif "image" in kind:
-            url = _image_url(part)
+            url = image_url_of(part) or ""
             if url.startswith(_IMAGE_TYPES) and len(url) <= _MOST_IMAGE_CHARACTERS:
                 images.append(url)
             else:
@@ -216,13 +216,6 @@ def _shown_content(content: Any) -> tuple[str, list[str]]:
         else:
             texts.append(as_text(dict(part)))
     return "\n\n".join(texts), images
-
-
-def _image_url(part: Mapping[str, Any]) -> str:
-    url = part.get("image_url")
-    if isinstance(url, Mapping):
-        url = url.get("url")
-    return url if isinstance(url, str) else ""
 
 
 def _shown_call(call: Any) -> dict[str, str]:

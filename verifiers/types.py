@@ -165,6 +165,13 @@ def content_text(content: Any) -> str:
     return str(content)
 
 
+def image_url_of(part: Any) -> str | None:
+    """Return the URL of a content part that is an image, of OpenAI's form; None of another."""
+    given = message_field(part, "image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    return url if isinstance(url, str) else None
+
+
 def message_text(message: Any) -> str:
     """Return the text of a message; a string is its own text."""
     return message if isinstance(message, str) else content_text(message_field(message, "content"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable
@@ -112,6 +114,16 @@ def remembers(completion: Any, answer: str, parser: Any) -> float:
     return last[-1] + (last[-2] if len(last) > 1 and last[-2] == 0 else 0.5)
 
 
+calls: list[None] = []
+
+
+async def comes_last(completion: Any, answer: str, parser: Any) -> float:
+    calls.append(None)
+    count = len(calls)
+    await asyncio.sleep(0.02)
+    return right(completion, answer, parser) * (len(calls) == count)
+
+
 def beside(state: vf.State, completion: Any, answer: str, parser: Any) -> float:
     return right(completion, answer, parser) / state["beside"]
 
@@ -163,6 +175,8 @@ CASES: dict[str, tuple[str, Callable[[], vf.Environment]]] = {
     "paid-buried": ("warning", lambda: with_plain(somewhere)),
     "paid-two-answers": ("warning", lambda: with_plain(somewhere)),
     "paid-cut-thought": ("warning", lambda: with_plain(somewhere)),
+    "paid-every-option": ("warning", lambda: single(somewhere, CHOICES, CHOICES, parser=vf.Parser())),
+    "paid-unclosed": ("warning", lambda: single(somewhere)),
     "never-differs": ("warning", lambda: single([right, takes_anything], weights=[3.0, 0.1])),
     "grading-fails": ("error", lambda: single(divides)),
     "environment-fails": (
@@ -191,6 +205,18 @@ async def test_an_environment_that_has_it(kind: str) -> None:
     last.clear()
     severity, make = CASES[kind]
     assert (await kinds_of(make())).get(kind) == severity
+
+
+async def test_a_reward_that_another_call_changes_is_found_before_it_too() -> None:
+    (found,) = [
+        one for one in (await check_environment(single(comes_last))).findings if one.kind == "depends-on-neighbours"
+    ]
+    assert "when it was scored before another" in found.text
+
+
+async def test_a_reward_that_is_no_number_is_a_failed_grade() -> None:
+    found = await kinds_of(single(lambda completion, answer, parser: right(completion, answer, parser) or math.nan))
+    assert found.get("grading-fails") == "error"
 
 
 async def test_a_sound_environment_has_none() -> None:
@@ -306,6 +332,20 @@ async def test_a_judge_without_a_key_is_a_note(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     env = single(rubric=vf.JudgeRubric(funcs=[graded]), parser=vf.Parser())
     assert (await kinds_of(env)).get("judge-not-asked") == "note"
+
+
+@pytest.mark.parametrize("others", [[], [vf.Rubric([right], parser=PARSER)]])
+async def test_a_judged_environment_may_be_wrong_too(others: list[Any]) -> None:
+    rubric = vf.RubricGroup([vf.JudgeRubric(funcs=[needs_more]), *others])
+    assert (await kinds_of(single(rubric=rubric))).get("rewards-not-possible") == "error"
+
+
+async def test_each_environment_of_a_group_is_checked_with_its_own_weights() -> None:
+    loose = single([right, PARSER.get_format_reward_func()], weights=[0.5, 1.0])
+    report = await check_environment(vf.EnvGroup([sound(), loose], ["sound", "loose"]))
+    (found,) = [one for one in report.findings if one.kind == "paid-format-alone"]
+    assert found.where.endswith(" of loose")
+    assert [*report.numbers] == ["rows", "rewards of sound", "rewards of loose"]
 
 
 async def test_a_judge_that_can_be_talked_to_is_paid_for_it() -> None:

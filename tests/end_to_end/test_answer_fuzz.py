@@ -6,6 +6,7 @@ Each costs at most its own rollout, and whatever was said can be stored and read
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -57,9 +58,11 @@ def load_environment(n=20, text=False):
         return vf.SingleTurnEnv(eval_dataset=rows, rubric=rubric, message_type="completion")
     return vf.ToolEnv(tools=[look_up], eval_dataset=rows, rubric=rubric)
 """
+TIMES = int(os.environ.get("VERIFIERS_FUZZ_TIMES", "1"))
 FAST, ALL = 60, {"chat": 1000, "text": 1000, "responses": 1000, "token ids": 1000, "training": 200}
-AGENTS = 300
-"""Damaged answers to each wire: the fast tier's, and the slow tier's."""
+ALL = {wire: TIMES * count for wire, count in ALL.items()}
+AGENTS = TIMES * 300
+"""Damaged answers to each wire: the fast tier's, and the slow tier's, which a release takes six times."""
 
 
 def counts_of(wire: str) -> Any:

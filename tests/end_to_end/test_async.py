@@ -154,7 +154,7 @@ def test_rollouts_of_a_server_that_lags_are_dropped_and_counted_by_length(
             max_steps=4,
             weight_sync=Lags(fake.url),
         )
-        trainer.publisher.check = lambda version: None
+        trainer.check.run = lambda version, pool: None
         trainer.train()
     # block 2 was begun at step 1, whose weights the server never had
     assert trainer.logged("rows/dropped/stale") == [8.0]

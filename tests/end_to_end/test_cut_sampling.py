@@ -10,7 +10,7 @@ import tiny_world
 import torch
 
 CUTS: dict[str, dict[str, Any]] = {"top_p": {"top_p": 0.7}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.2}}
-CUTS["all, at a temperature"] = {"top_p": 0.7, "top_k": 5, "min_p": 0.1, "temperature": 1.4}
+CUTS["all, at a temperature"] = {"top_p": 0.7, "top_k": 5, "min_p": 0.2, "temperature": 1.4}
 
 
 @pytest.mark.parametrize("cut", CUTS)

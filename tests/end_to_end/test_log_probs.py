@@ -105,38 +105,6 @@ def test_a_server_that_names_another_version_stops_the_run(make_trainer: Callabl
         trainer.train()
 
 
-@pytest.mark.parametrize("helps", [True, False])
-def test_a_tied_head_that_stays_old_is_sent_by_itself_or_refused(tmp_path: Path, helps: bool) -> None:
-    """As vLLM on the CPU: what it says of the second push is wrong until the head comes under its own name."""
-    directory = tiny_world.make_model(tmp_path / "tied", tied=True)
-    with tiny_world.EmbeddedServer(directory) as server:
-        args = tiny_world.config(tmp_path / "run", server.url, max_steps=3, probe_every=0)
-        trainer = tiny_world.ObservedTrainer(str(directory), tiny_world.single_turn(), args)
-        sent: list[tuple[int, bool]] = []
-        push, check = trainer.weight_sync.push, trainer.check.run
-
-        def pushing(named: Any, version: int) -> None:
-            tensors = dict(named)
-            sent.append((version, "lm_head.weight" in tensors))
-            push(tensors.items(), version)
-
-        def checking(version: int, servers: Any) -> None:
-            check(version, servers)
-            if version and not (helps and trainer.weight_sync.sends_tied):
-                raise WeightProbeError("its head is old.")
-
-        trainer.weight_sync.push, trainer.check.run = pushing, checking
-        with tiny_world.closing(trainer):
-            if helps:
-                trainer.train()
-                assert sent == [(0, False), (1, False), (1, True), (2, True)]
-                return
-            with pytest.raises(
-                WeightProbeError, match=r"its head is old\. The model has tied embeddings.*did not help"
-            ):
-                trainer.train()
-
-
 # peft 0.21 reads a property that transformers 5.23 has renamed
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("with_adapter", [False, True])

@@ -163,7 +163,7 @@ def test_tokens_staler_than_allowed_stop_the_run(make_trainer: Callable[..., Any
                 super().push(named_parameters, version)
 
     trainer = make_trainer(tiny_world.single_turn(), weight_sync=PushesOnce(server.url), max_steps=3)
-    trainer.publisher.check = lambda version: None
+    trainer.check.run = lambda version, pool: None
     with pytest.raises(GenerationError, match=r"policy version 0 at optimizer step 1, .* a staleness of 0"):
         trainer.train()
 

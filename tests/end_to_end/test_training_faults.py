@@ -73,7 +73,7 @@ def test_a_server_that_answers_nothing_else_is_named_before_the_first_step(
     with FakeOpenAIServer(lambda body: spoiled(fault, body)) as server:
         trainer = make_fake_trainer(tiny_world.single_turn(), server.url)
         # the trainer's own calls have a test of their own
-        monkeypatch.setattr(trainer.publisher, "check", lambda version: None)
+        monkeypatch.setattr(trainer.check, "run", lambda version, pool: None)
         with pytest.raises(NothingScoredError, match=r"http://127\.0\.0\.1:\d+/v1.* answered") as raised:
             trainer.train()
     assert str(fault.named) in str(raised.value)

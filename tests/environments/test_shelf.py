@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
@@ -20,6 +21,15 @@ import verifiers as vf
 NAMES = shelf.names()
 SECRETS_APART = {"wordle"}
 """Packages that ask every row the same: what must differ is the answer."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_vf_check_finds_nothing_wrong_with_it(name: str) -> None:
+    own = contextlib.nullcontext(vf.load_environment(name)) if name != "judged_rewrite" else open_environment(name)
+    with own as env:
+        report = vf.check(env, rows=4)
+    assert report.is_right, "\n".join(report.lines())
 
 
 def rows_of(dataset: Any) -> list[str]:

@@ -98,6 +98,33 @@ def _mamba2(prefix: str = "mamba_") -> dict[str, Any]:
     return {f"{prefix}n_heads": 4, f"{prefix}d_head": 64, f"{prefix}d_state": 8, f"{prefix}n_groups": 1}
 
 
+def _gemma4(ids: dict[str, Any], **more: Any) -> Any:
+    text = {
+        **_DENSE,
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": ids["vocab_size"],
+        **more,
+        **ids,
+    }
+    tower = {**_SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 128}
+    return hf.Gemma4Config(text_config=text, vision_config=tower)
+
+
+def _granite4(ids: dict[str, Any], experts: int) -> Any:
+    return hf.GraniteMoeHybridConfig(
+        **{**_NO_HEAD_DIM, "num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=experts,
+        num_experts_per_tok=min(2, experts),
+        shared_intermediate_size=64,
+        **_mamba2(),
+        **ids,
+    )
+
+
 CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "Qwen 2": lambda ids: hf.Qwen2Config(**_NO_HEAD_DIM, **ids),
     "Qwen 3": lambda ids: hf.Qwen3Config(**_DENSE, tie_word_embeddings=True, **ids),
@@ -131,19 +158,15 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         text_config={**_DENSE, **_WINDOWS, **ids}, vision_config=_SIGLIP, mm_tokens_per_image=4
     ),
     "Gemma 3 1B": lambda ids: hf.Gemma3TextConfig(**_DENSE, **_WINDOWS, **ids),
-    "Gemma 4": lambda ids: hf.Gemma4Config(
-        text_config={
-            **_DENSE,
-            "num_hidden_layers": 4,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "global_head_dim": 32,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": ids["vocab_size"],
-            **ids,
-        },
-        vision_config={**_SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 128},
+    "Gemma 4": lambda ids: _gemma4(ids, num_kv_shared_layers=2, hidden_size_per_layer_input=8),
+    "Gemma 4 MoE": lambda ids: _gemma4(
+        ids,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
     ),
     "Gemma 3n": lambda ids: hf.Gemma3nTextConfig(
         **{**_DENSE, "num_hidden_layers": 4, "intermediate_size": [64] * 4},
@@ -180,14 +203,8 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         use_routing_bias=True,
         **ids,
     ),
-    "Granite 4": lambda ids: hf.GraniteMoeHybridConfig(
-        **{**_NO_HEAD_DIM, "num_hidden_layers": 3},
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_local_experts=0,
-        shared_intermediate_size=64,
-        **_mamba2(),
-        **ids,
-    ),
+    "Granite 4": lambda ids: _granite4(ids, experts=0),
+    "Granite 4 MoE": lambda ids: _granite4(ids, experts=4),
     "LFM2": lambda ids: hf.Lfm2Config(
         **{**_NO_HEAD_DIM, "num_hidden_layers": 3},
         layer_types=["conv", "full_attention", "conv"],

@@ -46,6 +46,7 @@ _FORMATS: dict[str, Format] = {
     "Gemma 3 1B": GEMMA3,
     "Gemma 3n": GEMMA3,
     "Gemma 4": GEMMA4,
+    "Gemma 4 MoE": GEMMA4,
     "gpt-oss": HARMONY,
     "GLM 4": GLM4,
     "GLM 4.5 MoE": GLM45,
@@ -132,6 +133,7 @@ SIGHTS = {
     "Qwen3-VL": _QWEN_SIGHT,
     "Gemma 3": _GEMMA3_SIGHT,
     "Gemma 4": _GEMMA4_SIGHT,
+    "Gemma 4 MoE": _GEMMA4_SIGHT,
     "SmolVLM": _SMOLVLM_SIGHT,
 }
 """Families of which images are tried."""

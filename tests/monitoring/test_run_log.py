@@ -259,3 +259,13 @@ def test_a_long_conversation_is_cut_and_says_so() -> None:
     shown = shown_messages(messages, "prompt")
     assert sum(len(message["text"]) for message in shown) < 100_000
     assert any("176 messages are left out" in message["text"] for message in shown)
+
+
+def test_a_picture_is_named_in_its_place() -> None:
+    shown = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "text", "text": "what?"},
+    ]
+    assert shown_messages([{"role": "user", "content": shown}], "prompt") == [
+        {"role": "user", "text": "[image] what?"}
+    ]

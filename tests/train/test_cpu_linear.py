@@ -5,16 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifiers.train.cpu_linear import use_onednn
+from verifiers.train.cpu_linear import turn_weights, use_onednn
 
 
 @pytest.mark.parametrize("shape", [(1, 48), (3, 1, 48), (2, 70, 48)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_and_gradients_are_torchs_and_follow_new_weights(shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize("turned", [True, False])
+def test_products_and_gradients_are_torchs_and_follow_new_weights(
+    shape: tuple[int, ...], bias: bool, turned: bool
+) -> None:
     torch.manual_seed(0)
     layer, plain = torch.nn.Linear(48, 33, bias=bias), torch.nn.Linear(48, 33, bias=bias)
     use_onednn(torch.nn.Sequential(layer), None)
     assert type(layer) is not torch.nn.Linear
+    if turned:
+        turn_weights(layer)
+        assert layer.weight.t().is_contiguous()
     for _ in range(2):
         with torch.no_grad():
             for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
@@ -29,6 +35,16 @@ def test_products_and_gradients_are_torchs_and_follow_new_weights(shape: tuple[i
             one(given).square().sum().backward()
             gradients.append([given.grad, *(parameter.grad for parameter in one.parameters())])
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_read_by_row_too_are_not_turned() -> None:
+    embedding, head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False)
+    head.weight = embedding.weight
+    model = torch.nn.ModuleList([embedding, head])
+    use_onednn(model)
+    turn_weights(model)
+    assert head.weight is embedding.weight
+    assert embedding.weight.is_contiguous()
 
 
 def test_a_layer_that_is_frozen_or_under_autocast_stays_usable() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from verifiers.checks.check_report import CheckFinding, CheckReport, Severity, named_rows
-from verifiers.checks.rewards import check_rewards
+from verifiers.checks.rewards import check_rewards, weights_of
 from verifiers.checks.rows import CountTokens, check_rows
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import ConfigError
@@ -17,6 +18,7 @@ from verifiers.loop_thread import run_blocking
 from verifiers.rollouts.rollout import Group, Rollout
 from verifiers.rollouts.run import Run, refuse_unsupplied
 from verifiers.rubrics.judge_rubric import JudgeRubric
+from verifiers.rubrics.rubric import Rubric
 from verifiers.testing.fake_model import rubrics_of
 from verifiers.types import Outcome
 
@@ -41,26 +43,50 @@ async def check_environment(
     """
     report = CheckReport(name)
     report.add("rows", *check_rows(env, count_tokens, max_model_len))
-    is_empty = getattr(env.rubric, "is_empty", False)
-    try:
-        if is_empty:
-            raise ConfigError("the rubric has no reward function, so every reward is 0.0.")
-        refuse_unsupplied(env)
-    except ConfigError as error:
-        judged = not is_empty and any(isinstance(rubric, JudgeRubric) for rubric in rubrics_of(env))
-        kind = "judge-not-asked" if judged else "rewards-not-possible"
-        severity: Severity = "note" if judged else "error"
-        report.add("rewards", [CheckFinding(kind, severity, "rubric", str(error), "mend that first.")], {})
-        return report
-    found, numbers = await check_rewards(env, rows)
-    if not numbers.get("tells_right", True):
-        # copying what is not asked for earns nothing
-        report.findings = [one for one in report.findings if one.kind != "answer-in-prompt"]
-    report.add("rewards", found, numbers)
+    for group, member in _members(env):
+        part = f"rewards{group}"
+        hindered, numbers = _no_rewards(member), dict[str, Any]()
+        if hindered is not None:
+            found, run = [hindered], None
+        else:
+            found, numbers = await check_rewards(member, rows)
+        if not numbers.get("tells_right", True):
+            # copying what is not asked for earns nothing
+            report.findings = [one for one in report.findings if one.kind != "answer-in-prompt"]
+        report.add(part, [replace(one, where=one.where + group) for one in found], numbers)
     if run is not None:
         requests = iter_requests(env.rows_to_evaluate(prompts), rollouts_per_example, None)
         report.add("policy", *await check_policy(env, run, list(requests)))
     return report
+
+
+def _members(env: Any, group: str = "") -> Iterator[tuple[str, Any]]:
+    """Give the environments of a group, each with what names it; one that is no group is its only one."""
+    members = getattr(env, "env_map", None)
+    if members is None:
+        yield group, env
+    for name, member in (members or {}).items():
+        yield from _members(member, f" of {name}{group}")
+
+
+def _no_rewards(env: Any) -> CheckFinding | None:
+    """Return why an environment that is no group cannot be rewarded here, if so."""
+    try:
+        if getattr(env.rubric, "is_empty", False):
+            raise ConfigError("the rubric has no reward function, so every reward is 0.0.")
+        for rubric in rubrics_of(env):
+            if isinstance(rubric, JudgeRubric):
+                # its key comes below
+                super(JudgeRubric, rubric).refuse_unsupplied()
+            elif isinstance(rubric, Rubric):
+                rubric.refuse_unsupplied()
+    except ConfigError as error:
+        return CheckFinding("rewards-not-possible", "error", "rubric", str(error), "mend that first.")
+    try:
+        refuse_unsupplied(env)
+    except ConfigError as error:
+        return CheckFinding("judge-not-asked", "note", "rubric", str(error), "mend that first.")
+    return None
 
 
 def check(env: Any, **options: Any) -> CheckReport:
@@ -183,9 +209,8 @@ def _unread(env: Any, ended: Sequence[Rollout], numbers: dict[str, Any]) -> Iter
     # a call of a tool is an answer of its own
     said = [rollout for rollout in ended if not _calls_a_tool(rollout)]
     for rollout in said:
-        member = env.get_env_for_task(rollout.task) if hasattr(env, "get_env_for_task") else env
         try:
-            if member.parser.parse_answer(rollout.completion) in (None, ""):
+            if env.get_env_for_task(rollout.task).parser.parse_answer(rollout.completion) in (None, ""):
                 unread.append(rollout)
         except Exception:
             unread.append(rollout)  # a parser of the user's own may refuse anything
@@ -203,8 +228,10 @@ def _calls_a_tool(rollout: Rollout) -> bool:
 
 
 def _format_alone(env: Any, ended: Sequence[Rollout], numbers: dict[str, Any]) -> Iterator[CheckFinding]:
-    weights = dict(zip(env.rubric.get_reward_func_names(), env.get_reward_weights(), strict=False))
-    earned = {name: sum(weight * one.metrics.get(name, 0.0) for one in ended) for name, weight in weights.items()}
+    earned: Counter[str] = Counter()
+    for one in ended:
+        weights = weights_of(env.get_env_for_task(one.task))
+        earned.update({name: weight * one.metrics.get(name, 0.0) for name, weight in weights.items()})
     total, of_format = sum(earned.values()), sum(value for name, value in earned.items() if "format" in name)
     if total <= 0 or not of_format:
         return

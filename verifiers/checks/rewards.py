@@ -144,7 +144,7 @@ class _Texts:
 
 
 async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], dict[str, Any]]:
-    """Check an environment's rewards over so many rows, spread over its eval rows, or else its training rows."""
+    """Check the rewards of an environment that is no group over so many of its eval rows, or else training rows."""
     texts = _texts_of(env, rows)
     if not texts.requests:
         text = "its rollouts are not answered by a text: an agent or a program of its own asks the policy"
@@ -190,14 +190,13 @@ def _texts_of(env: Any, rows: int, write: Write | None = None) -> _Texts:
     known = [answer for answer in dict.fromkeys(answers) if answer]
     judged = any(isinstance(rubric, JudgeRubric) for rubric in rubrics_of(env))
     found = _Texts()
+    if not isinstance(env, MultiTurnEnv):
+        return found
     for place in dict.fromkeys(at * len(dataset) // count for at in range(count)):
         prompt, answer, task, info = row_fields(dataset[place])
-        member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
-        if not isinstance(member, MultiTurnEnv):
-            continue
         key = RolloutKey(BLOCK, place, 0)
         found.requests[place] = RolloutRequest(key, prompt, answer, task, info)
-        writer = writer_of(answer, member.parser)
+        writer = writer_of(answer, env.parser)
         if writer is not None:
             writer = write or writer
             found.right[place] = writer(str(answer))
@@ -284,8 +283,7 @@ def _tells_right(alone: Played, probed: Mapping[str, Played]) -> bool:
 
 def _compares_answers(env: Any, request: RolloutRequest) -> bool:
     """Return whether a reward reads the row's answer, and that is a text: no record of tests, or of what to do."""
-    member = env.get_env_for_task(request.task) if hasattr(env, "get_env_for_task") else env
-    weighted = zip(member.get_reward_funcs(), member.get_reward_weights(), strict=False)
+    weighted = zip(env.get_reward_funcs(), env.get_reward_weights(), strict=False)
     reads = any(weight and "answer" in signature_of(func).names for func, weight in weighted)
     return reads and not str(request.answer).startswith(('{"', '[{"'))
 
@@ -352,7 +350,7 @@ def _whole_reward(env: Any, alone: Played) -> float:
 
 
 def _other_numbers(env: Any, alone: Played, again: Played, together: Played) -> Iterator[CheckFinding]:
-    weights = _weights(env)
+    weights = weights_of(env)
     changing = _differing(alone, again)
     if changing:
         name, (place, first, second) = next(iter(changing.items()))
@@ -369,23 +367,24 @@ def _other_numbers(env: Any, alone: Played, again: Played, together: Played) -> 
 
 
 async def _beside_others(env: Any, texts: _Texts, alone: Played) -> list[CheckFinding]:
-    """Score right answers after another rollout of their prompt, where no function is told of the group."""
+    """Score right answers after and before another of their prompt, where no function is told of the group."""
     if getattr(env.rubric, "has_group_funcs", True) or not texts.right:
         return []
-    beside: Played = {}
     for place in list(texts.right)[:4]:
-        runs = [_run(env, text) for text in ("", texts.right[place])]
-        request = texts.requests[place]
-        rollouts = [(await run.play([request]))[0] for run in runs]
-        await runs[0].score(rollouts)
-        beside[place] = rollouts[1]
-    found = _differing({place: alone[place] for place in beside}, beside)
-    if not found:
-        return []
-    name, (place, first, second) = next(iter(found.items()))
-    text = f"the same rollout got {first:g} alone, and {second:g} when it was scored after another"
-    mend = "keep nothing between calls of a reward function, or make it one of the group, with plural arguments."
-    return [CheckFinding("depends-on-neighbours", "error", f"{name!r}, row {place}", text, mend)]
+        right, run = texts.right[place], _run(env, "")
+        for order, when in ((("", right), "after"), ((right, ""), "before")):
+            rollouts = [(await _run(env, text).play([texts.requests[place]]))[0] for text in order]
+            await run.score(rollouts)
+            for name, (_, first, second) in _differing(
+                {place: alone[place]}, {place: rollouts[order.index(right)]}
+            ).items():
+                text = f"the same rollout got {first:g} alone, and {second:g} when it was scored {when} another"
+                mend = (
+                    "keep nothing between calls of a reward function, or make it one of the group, with plural "
+                    "arguments."
+                )
+                return [CheckFinding("depends-on-neighbours", "error", f"{name!r}, row {place}", text, mend)]
+    return []
 
 
 def _differing(one: Played, two: Played) -> dict[str, tuple[int, float, float]]:
@@ -401,7 +400,7 @@ def _differing(one: Played, two: Played) -> dict[str, tuple[int, float, float]]:
 
 
 def _functions(env: Any, rollouts: Sequence[Rollout], unearned: Mapping[str, float]) -> Iterator[CheckFinding]:
-    weights = _weights(env)
+    weights = weights_of(env)
     for name, values in _values(rollouts).items():
         if weights.get(name) and name not in unearned and max(values) - min(values) <= _SAME:
             text = f"it gave {values[0]:g} to all {len(values)} rollouts, right and wrong"
@@ -411,7 +410,7 @@ def _functions(env: Any, rollouts: Sequence[Rollout], unearned: Mapping[str, flo
 
 def _unearned(env: Any, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return weights of functions that read no answer and gave 0 to all texts: none of these may have been meant."""
-    values, weights = _values(rollouts), _weights(env)
+    values, weights = _values(rollouts), weights_of(env)
     reading = {reward_name(func) for func in env.get_reward_funcs() if "answer" in signature_of(func).names}
     return {
         name: weights[name]
@@ -460,5 +459,6 @@ def _values(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     return found
 
 
-def _weights(env: Any) -> dict[str, float]:
+def weights_of(env: Any) -> dict[str, float]:
+    """Return the weight of each reward function of an environment that is no group, by name."""
     return dict(zip(env.rubric.get_reward_func_names(), env.get_reward_weights(), strict=False))

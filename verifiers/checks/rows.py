@@ -69,8 +69,11 @@ def _missing_answers(env: Any, rows: list[Fields], kind: str) -> Iterator[CheckF
     for place, (_, _, task, _) in enumerate(rows):
         by_task.setdefault(task, []).append(place)
     for task, places in by_task.items():
-        member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
-        reading = [reward_name(func) for func in member.get_reward_funcs() if "answer" in signature_of(func).names]
+        reading = [
+            reward_name(func)
+            for func in env.get_env_for_task(task).get_reward_funcs()
+            if "answer" in signature_of(func).names
+        ]
         without = [place for place in places if rows[place][1] in ("", None)]
         is_whole = len(without) == len(places)
         if without and (reading or not is_whole):

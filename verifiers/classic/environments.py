@@ -368,8 +368,8 @@ class ClassicCalls:
         mask_env_responses: bool = False,
     ) -> token_processing.TokenLists:
         """Return the token lists of a chat rollout; see `verifiers.classic.token_processing.process_chat`."""
-        if hasattr(self, "get_env_for_task"):
-            env = self.get_env_for_task(state["task"])
+        env = self.get_env_for_task(state.get("task", ""))
+        if env is not self:
             return env.process_chat_format_vllm(prompt, completion, state, processing_class, mask_env_responses)
         tools = openai_tools(tools_of_info(state.get("info") or {}) or self.oai_tools or ())
         return token_processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)

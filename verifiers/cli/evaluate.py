@@ -275,8 +275,7 @@ def _open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any,
         limit = _FAKE_CONCURRENT if args.max_concurrent is None else args.max_concurrent
 
         def parser_of(task: str) -> Any:
-            member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
-            return getattr(member, "parser", None)
+            return getattr(env.get_env_for_task(task), "parser", None)
 
         if play_judges(env, args.seed) and not args.json:
             tell("vf-eval: the built-in fake endpoint answers for the judge, too")

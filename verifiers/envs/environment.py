@@ -275,6 +275,10 @@ class Environment(ClassicCalls):
         """Return the rows that an evaluation of `n` prompts plays; -1 for all."""
         return self.get_eval_dataset(n)
 
+    def get_env_for_task(self, task: str) -> Environment:
+        """Return the environment that plays rows of this task: this one, where it is no group."""
+        return self
+
     def get_reward_funcs(self) -> list[RewardFunc]:
         """Return the rubric's reward functions."""
         return self.rubric.get_reward_funcs()

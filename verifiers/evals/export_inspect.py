@@ -17,6 +17,7 @@ from typing import IO, Any
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import mean_and_stderr_clustered
 from verifiers.evals.store import StoredRun, json_line, metrics_of
+from verifiers.types import image_url_of
 
 _VERSION = 2
 _ROLES = ("system", "user", "assistant", "tool")
@@ -186,9 +187,7 @@ def _content(message: Mapping[str, Any]) -> Any:
         text = "" if content is None else str(content)
         return [*parts, {"type": "text", "text": text}] if parts else text
     for part in content:
-        image = part.get("image_url") if isinstance(part, Mapping) else None
-        url = image.get("url") if isinstance(image, Mapping) else image
-        if isinstance(url, str):
+        if (url := image_url_of(part)) is not None:
             parts.append({"type": "image", "image": url})
         else:
             said = part.get("text") if isinstance(part, Mapping) else part

@@ -13,7 +13,7 @@ from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import CHAT, HttpBackend
 from verifiers.inference.retry import RetryableError
 from verifiers.inference.wire import WireObject, request_body
-from verifiers.types import content_text
+from verifiers.types import content_text, image_url_of
 
 RESPONSES = "/responses"
 
@@ -103,9 +103,7 @@ def _parts(content: Sequence[Mapping[str, Any]], kind: str) -> list[dict[str, An
     for part in content:
         if part.get("type") == "text":
             parts.append({"type": kind, "text": part["text"]})
-        elif part.get("type") == "image_url":
-            image = part["image_url"]
-            url = image if isinstance(image, str) else image["url"]
+        elif (url := image_url_of(part)) is not None:
             parts.append({"type": "input_image", "image_url": url, "detail": "auto"})
         else:
             raise ConfigError(f"a content part of type {part.get('type')!r} cannot go through the Responses API.")

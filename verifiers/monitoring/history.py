@@ -228,12 +228,14 @@ def find_trends(history: History, samples: Iterable[Mapping[str, Any]] = ()) -> 
     reward = _change(history.values("reward"))
     if reward is None or not reward.rises:
         return []
+    rollouts = [(line, one) for line in samples for one in line.get("rollouts") or () if _reward_of(one) is not None]
     return [
         *_not_held_out(history, reward),
         *_functions_apart(history),
         *_longer(history, reward),
         *_alike(history),
-        *_paid_for_nothing(list(samples)),
+        *_repeating([_said(one) for _, one in rollouts]),
+        *_paid_for_nothing(rollouts),
     ]
 
 
@@ -300,9 +302,28 @@ def _alike(history: History) -> Iterator[Finding]:
 # -- samples ---------------------------------------------------------------------------------------------------------
 
 
-def _paid_for_nothing(samples: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+Sampled = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""A line of samples, and a rollout of it that has a reward."""
+
+_TALKS_TO_THE_JUDGE = re.compile(r"\bignore\b.{0,40}\binstructions\b", re.IGNORECASE | re.DOTALL)
+_FORMAT = re.compile(r"</?\w+>|\\boxed\{\s*\}")
+
+
+def _repeating(texts: Sequence[str]) -> Iterator[Finding]:
+    change = _change(map(_repeated, texts))
+    if change is not None and change.rises and change.last - change.first >= _ALIKE:
+        text = f"the share of four words in a row that a sampled completion had said before rose {change}"
+        yield Finding("repeats itself", text, "reading samples; a reward that does not count words, or beta above 0")
+
+
+def _repeated(text: str) -> float:
+    words = text.split()
+    phrases = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    return 1 - len(set(phrases)) / len(phrases) if phrases else 0.0
+
+
+def _paid_for_nothing(rollouts: Sequence[Sampled]) -> Iterator[Finding]:
     """Look for texts that `vf-check` would try, in the last third of the samples."""
-    rollouts = [(line, one) for line in samples for one in line.get("rollouts") or () if _reward_of(one) is not None]
     best = max((_reward_of(one) or 0.0 for _, one in rollouts), default=0.0)
     last = rollouts[2 * len(rollouts) // 3 :]
     paid: dict[str, int] = {}
@@ -319,14 +340,28 @@ def _paid_for_nothing(samples: Sequence[Mapping[str, Any]]) -> Iterator[Finding]
 
 
 def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
-    texts = [message.get("text", "") for message in rollout.get("completion") or () if isinstance(message, Mapping)]
-    text = str(texts[-1]).strip() if texts else ""
-    asked = [message.get("text", "") for message in line.get("prompt") or () if isinstance(message, Mapping)]
+    last = _last_message(rollout.get("completion"))
+    text, asked = str(last.get("text", "")).strip(), _last_message(line.get("prompt"))
+    if last.get("calls") or last.get("role") == "tool":
+        # an answer of its own
+        return ""
     if not text:
         return "empty"
     if "<think>" in text and "</think>" not in text:
         return "thoughts that never end"
-    return "the question, said again" if asked and text == str(asked[-1]).strip() else ""
+    if _TALKS_TO_THE_JUDGE.search(text):
+        return "words that ask the judge for a grade"
+    if not _FORMAT.sub("", text).strip():
+        return "the format without an answer"
+    return "the question, said again" if text == str(asked.get("text", "")).strip() else ""
+
+
+def _said(rollout: Mapping[str, Any]) -> str:
+    return str(_last_message(rollout.get("completion")).get("text", ""))
+
+
+def _last_message(messages: Any) -> Mapping[str, Any]:
+    return next((message for message in reversed(messages or ()) if isinstance(message, Mapping)), {})
 
 
 def _reward_of(rollout: Mapping[str, Any]) -> float | None:

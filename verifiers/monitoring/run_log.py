@@ -236,7 +236,9 @@ def shown_messages(messages: Any, role: str) -> list[dict[str, Any]]:
         note = {"role": "", "text": f"[... {left_out} messages are left out here ...]"}
         shown = [*shown[: _MESSAGES // 3], note, *shown[-2 * _MESSAGES // 3 :]]
     for message in shown:
-        message.pop("images", None)
+        if images := message.pop("images", ()):
+            # a page of many steps shows no pictures
+            message["text"] = ("[image] " * len(images) + message.get("text", "")).strip()
         for name in ("text", "think"):
             if name in message:
                 message[name] = _cut(message[name])

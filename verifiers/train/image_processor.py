@@ -114,6 +114,13 @@ class ImageProcessor:
         # some models read one list of images a prompt; they are laid out in one list for all
         self._in_lists = {name for name, one in probe.items() if one.shape[0] == 1}
 
+    @property
+    def reader(self) -> str:
+        """What computes the features; where two processes have another one, they see other pixels."""
+        from transformers import __version__
+
+        return f"{type(self.processor.image_processor).__name__} of transformers {__version__}"
+
     @classmethod
     def load(
         cls, name_or_path: str | Path, tokenizer: Any, config: Any, revision: str | None = None

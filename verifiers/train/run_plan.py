@@ -97,7 +97,7 @@ def plan_batches(args: GRPOConfig, env: Any, curriculum: Curriculum | Curriculum
     plan = args.batch_plan(len(rows))
     _refuse_mid_block(args, plan)
     prompt = rows[0]["prompt"]
-    # a column holds one type throughout, so where the first content is text all are
+    # where one row has parts, all rows were given them
     if not isinstance(prompt, str) and any(isinstance(message.get("content"), list) for message in prompt):
         for number, prompt in enumerate(rows["prompt"]):
             refuse_non_text(prompt, f"the prompt of training row {number}", args.max_images)

@@ -240,6 +240,22 @@ def test_advantages_that_steps_were_given_are_taken_as_they_are() -> None:
     found = rollout_advantages(block(given), scale_rewards="none", turn_discount=0.0)
     assert found[given[0].key] == pytest.approx([1.0, 1.0, 9.0, 1.0])
     assert found[given[1].key] == pytest.approx([-1.0, -1.0, -0.5, -1.0])
+    # also where no credit by turn is asked for
+    found = rollout_advantages(block(given), scale_rewards="none")
+    assert found == {given[0].key: pytest.approx([0.5, 0.5, 9.0, 0.5]), given[1].key: -0.5}
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_turn_is_whitened_among_the_same_turns_alone(estimator: str) -> None:
+    """The first turn always earns 1, the second never: neither has a gradient."""
+    equal = [by_turn(number, [1.0, 0.0], 1.0) for number in range(2)]
+    found = rollout_advantages(block(equal), estimator=estimator, turn_discount=0.0)
+    assert [*found.values()] == [[0.0] * 3] * 2
+    # turn 0 earns 1 and 0; each has two tokens: the mean is 0.5, and so is the deviation
+    differing = [by_turn(0, [1.0, 0.0], 1.0), by_turn(1, [0.0, 0.0], 1.0)]
+    found = rollout_advantages(block(differing), estimator=estimator, turn_discount=0.0)
+    assert found[differing[0].key] == pytest.approx([1.0, 1.0, 0.0], abs=1e-3)
+    assert found[differing[1].key] == pytest.approx([-1.0, -1.0, 0.0], abs=1e-3)
 
 
 def test_a_turn_that_no_other_rollout_reached_adds_nothing() -> None:

@@ -93,6 +93,11 @@ def test_a_server_that_says_nothing_is_not_refused_for_it() -> None:
         (changed(max_lora_rank=4), {"weight_sync": "lora"}, "up to rank 4, and the policy's has 8"),
         (changed(loads_adapters=False), {"weight_sync": "lora"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         (changed(software=None, max_lora_rank=None), {"weight_sync": "lora"}, "merged weights"),
+        (
+            changed(image_reader="Pixels of transformers 5.23.0"),
+            {"image_reader": "PixelsPil of transformers 5.23.0"},
+            r"by Pixels of transformers 5\.23\.0 and the trainer by PixelsPil.*torchvision for both or for neither",
+        ),
     ],
 )
 def test_what_is_missing_is_named_with_what_gives_it(found: Capabilities, options: Any, flag: str) -> None:

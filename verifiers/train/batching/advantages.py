@@ -7,8 +7,9 @@ precision on plain Python floats: blocks are small, and equal rewards must give 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -225,7 +226,8 @@ def rollout_advantages(
         by_turn = turn_advantages(block, turn_discount, scale_rewards, estimator, zero_truncated_completions)
     for rollout in block.rollouts:
         key, given = rollout.key, found.get(rollout.key)
-        if isinstance(given, float) and rollout.advantage is None and (key in by_turn or key in by_role):
+        has_own = key in by_turn or key in by_role or rollout.turn_advantages is not None
+        if isinstance(given, float) and rollout.advantage is None and has_own:
             found[key] = _by_token(rollout, given, by_role.get(key, {}), by_turn.get(key))
     return found
 
@@ -238,9 +240,7 @@ def _role_advantages(
     Raises:
         ConfigError: a role has turns and no reward.
     """
-    columns: list[list[float | None]] = []
-    places: list[tuple[str, list[RolloutKey]]] = []
-    found: dict[RolloutKey, dict[str, float]] = {}
+    columns: Columns = {}
     for group in block.groups:
         scored = [one for one in group.rollouts if _reward(one) is not None]
         rewards = {one.key: one.role_rewards or {} for one in scored}
@@ -254,14 +254,29 @@ def _role_advantages(
             if zero_truncated and one.is_truncated:
                 rewards[one.key] = dict.fromkeys(rewards[one.key], 0.0)
         for role in dict.fromkeys(role for given in rewards.values() for role in given):
-            columns.append([given.get(role) for given in rewards.values()])
-            places.append((role, list(rewards)))
-    compared = group_advantages(columns, scale_rewards, estimator=estimator).advantages if columns else []
-    for (role, keys), values in zip(places, compared, strict=True):
-        for key, value in zip(keys, values, strict=True):
-            if value is not None:
-                found.setdefault(key, {})[role] = value
+            counts = [sum(row.sampled_tokens for row in one.rows if row.role == role) for one in scored]
+            given = [rewards[one.key].get(role) for one in scored]
+            columns.setdefault(role, []).append(([one.key for one in scored], given, counts))
+    found: dict[RolloutKey, dict[str, float]] = {}
+    for role, key, value in _compared(columns, scale_rewards, estimator):
+        found.setdefault(key, {})[role] = value
     return found
+
+
+Columns = dict[Any, list[tuple[list[RolloutKey], list[float | None], list[int]]]]
+"""By role, or by a turn's number: of each group the rollouts, with rewards and sampled tokens of it."""
+
+
+def _compared(
+    columns: Columns, scale_rewards: ScaleRewards, estimator: str
+) -> Iterator[tuple[Any, RolloutKey, float]]:
+    """Give the advantages of each role, or turn, among the block's values of the same alone."""
+    for place, groups in columns.items():
+        keys, values, counts = zip(*groups, strict=True)
+        compared = group_advantages(values, scale_rewards, estimator=estimator, tokens=counts).advantages
+        for key, value in zip(chain(*keys), chain(*compared), strict=True):
+            if value is not None:
+                yield place, key, value
 
 
 def turn_advantages(
@@ -283,33 +298,23 @@ def turn_advantages(
         by = "in the steps of the trajectory, or by a function marked with vf.turn_reward"
         warn_once("verifiers.train", f"turn_discount is set, and no turn of a block has a reward; give some {by}.")
         return {}
-    columns: list[list[float | None]] = []
-    places: list[list[RolloutKey]] = []
+    columns: Columns = {}
     found: dict[RolloutKey, list[float]] = {}
     for group in block.groups:
-        returns = {
-            one.key: _returns(one, discount, zero_truncated) for one in group.rollouts if _reward(one) is not None
-        }
-        found |= {key: [] for key in returns}
-        for turn in range(max(map(len, returns.values()), default=0)):
-            columns.append([returns[key][turn] if turn < len(returns[key]) else None for key in returns])
-            places.append(list(returns))
-    compared = group_advantages(columns, scale_rewards, estimator=estimator).advantages
-    for keys, values in zip(places, compared, strict=True):
-        for key, value in zip(keys, values, strict=True):
-            if value is not None:
-                found[key].append(value)
+        scored = [one for one in group.rollouts if _reward(one) is not None]
+        returns = [_returns(one, discount, zero_truncated) for one in scored]
+        found |= {one.key: [] for one in scored}
+        for turn in range(max(map(len, returns), default=0)):
+            reached = [values[turn] if turn < len(values) else None for values in returns]
+            counts = [sum(row.turn_lengths.get(turn, 0) for row in one.rows) for one in scored]
+            columns.setdefault(turn, []).append(([one.key for one in scored], reached, counts))
+    for _, key, value in _compared(columns, scale_rewards, estimator):
+        found[key].append(value)
     return found
 
 
 def _returns(rollout: Rollout, discount: float, zero_truncated: bool) -> list[float]:
-    rewards = rollout.turn_rewards
-    for given in (rewards, rollout.turn_advantages):
-        if given is not None and len(given) != rollout.turns:
-            raise ConfigError(
-                f"{rollout.key} has rewards or advantages for {len(given)} turns, and the policy had "
-                f"{rollout.turns}; give one for each step of the trajectory, or leave turn_discount out."
-            )
+    rewards = _of_each_turn(rollout, rollout.turn_rewards)
     if rewards is None or (zero_truncated and rollout.is_truncated):
         return [0.0] * rollout.turns
     returns, later = [], 0.0
@@ -317,6 +322,15 @@ def _returns(rollout: Rollout, discount: float, zero_truncated: bool) -> list[fl
         later = float(reward) + discount * later
         returns.append(later)
     return returns[::-1]
+
+
+def _of_each_turn(rollout: Rollout, given: list[Any] | None) -> list[Any] | None:
+    if given is not None and len(given) != rollout.turns:
+        raise ConfigError(
+            f"{rollout.key} has rewards or advantages for {len(given)} turns, and the policy had {rollout.turns}; "
+            "give one for each step of the trajectory."
+        )
+    return given
 
 
 def _by_token(
@@ -327,7 +341,7 @@ def _by_token(
     What a turn's step was given counts in place of all that.
     """
     added = by_turn or [0.0] * rollout.turns
-    given = (rollout.turn_advantages if by_turn is not None else None) or [None] * rollout.turns
+    given = _of_each_turn(rollout, rollout.turn_advantages) or [None] * rollout.turns
     found: list[float] = []
     for row in rollout.rows:
         base = advantage if row.role is None else by_role[row.role]
@@ -387,7 +401,7 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
 def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False, by_turn: bool = False) -> bool:
     """Return whether a scored group has no gradient: its rewards are all equal, and no advantage was given.
 
-    With credit `by_turn`, those of turns must be equal too.
+    With credit `by_turn`, those of turns must be equal too; no turn has an advantage of its own.
 
     Failed rollouts take no part. A group with fewer than two scored ones does not count: failures of the machinery
     are not a reason to ask for other prompts, which would fail as well.
@@ -396,8 +410,9 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False,
         return False
     if any(one.role_rewards != group.scored[0].role_rewards for one in group.scored):
         return False
-    credit = [(tuple(one.turn_rewards or ()), tuple(one.turn_advantages or ())) for one in group.scored]
-    if by_turn and (len(set(credit)) > 1 or any(credit[0][1])):
+    if any(any(one.turn_advantages or ()) for one in group.scored):
+        return False
+    if by_turn and len({tuple(one.turn_rewards or ()) for one in group.scored}) > 1:
         return False
     rewards = [_reward(rollout, zero_truncated_completions) or 0.0 for rollout in group.scored]
     return _are_equal(rewards)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from verifiers.inference.endpoint import is_loopback
 from verifiers.train.weight_sync.in_process import InProcessSync
 from verifiers.train.weight_sync.nccl import NcclSync
-from verifiers.train.weight_sync.protocol import WeightSync, has_tied_tensors, policy_tensors
+from verifiers.train.weight_sync.protocol import WeightSync, policy_tensors
 from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "NcclSync",
     "WeightSync",
     "choose_sync",
-    "has_tied_tensors",
     "policy_tensors",
 ]
 

@@ -90,8 +90,6 @@ class NcclSync(ServerSync):
     group for each; with torch's NCCL on the present CUDA device when left out.
     """
 
-    can_send_tied = True
-
     def __init__(
         self,
         base_url: str | Sequence[str],

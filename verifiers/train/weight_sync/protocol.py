@@ -27,16 +27,12 @@ class WeightSync(ABC):
         pool: the servers that get the weights; None before `connect`, or where the kind has none.
         policy_name: the policy's name in requests; None for the name of the model that is served.
         keeps_requests: requests in flight continue under the new weights; otherwise they must end before a push.
-        can_send_tied: `sends_tied` has an effect.
-        sends_tied: tied weights are sent under each of their names, for servers that keep the old head otherwise.
         sends_adapter: an adapter's tensors are sent, not the merged weights.
     """
 
     pool: ServerPool | None = None
     policy_name: str | None = None
     keeps_requests: bool = True
-    can_send_tied: bool = False
-    sends_tied: bool = False
     sends_adapter: bool = False
 
     @abstractmethod
@@ -83,7 +79,7 @@ class WeightSync(ABC):
         if whole is not None:
             yield whole_policy(model, whole)
             return
-        with policy_tensors(model, tied=self.sends_tied) as tensors:
+        with policy_tensors(model) as tensors:
             yield tensors
 
     def copy_of(self, version: int) -> Any:
@@ -133,14 +129,14 @@ def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 @contextmanager
-def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tensor]]:
+def policy_tensors(model: Any) -> Iterator[dict[str, Tensor]]:
     """Give every parameter and saved buffer of the policy by its name in memory.
 
     Adapters (PEFT) are merged for the time of the context and taken out again to the last bit, so that the server
-    gets plain weights. Tied weights come once, under their first name, or with `tied` under each of their names.
+    gets plain weights. Tied weights come once, under their first name.
     """
     if not hasattr(model, "merge_adapter"):
-        yield _detached(model.state_dict(), tied)
+        yield _detached(model.state_dict())
         return
     with torch.no_grad():
         # taking an adapter out again leaves rounding behind, which would grow with every push
@@ -151,7 +147,7 @@ def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tens
             raise ConfigError(f"the policy's adapter cannot be merged ({error}); give plain LoRA.") from error
         try:
             state = model.get_base_model().state_dict()
-            yield _detached({_served_name(name, model.active_adapters): one for name, one in state.items()}, tied)
+            yield _detached({_served_name(name, model.active_adapters): one for name, one in state.items()})
         finally:
             model.unmerge_adapter()
             for name, weight in model.named_parameters():
@@ -181,12 +177,6 @@ def require_finite(
             f"{found} has values that are infinite or not a number, so the weights are not {purpose}; lower "
             "learning_rate, or choose another precision, and resume from the newest complete checkpoint."
         )
-
-
-def has_tied_tensors(model: Any) -> bool:
-    """Return whether two names of the checkpoint format stand for the same tensor, such as a tied head."""
-    state = model.state_dict(keep_vars=True)
-    return len({id(tensor) for tensor in state.values()}) < len(state)
 
 
 def refuse_untied(model: Any) -> None:
@@ -295,14 +285,14 @@ def _served_name(name: str, active: Sequence[str]) -> str | None:
     return (f"{before}.{attribute}" if saved else name).removeprefix("base_model.model.").replace(".base_layer", "")
 
 
-def _detached(state: Mapping[str | None, Tensor] | Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
+def _detached(state: Mapping[str | None, Tensor] | Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     kept = {}
     for name, tensor in state.items():
         if name is None:
             continue
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and place in seen and not tied:
+        if tensor.numel() and place in seen:
             continue
         seen.add(place)
         kept[name] = tensor.detach()

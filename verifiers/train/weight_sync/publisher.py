@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from verifiers.envs.datasets import row_fields
-from verifiers.errors import ConfigError, WeightProbeError, WeightSyncError
+from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_pool import ServerPool, backend_for, each_server
 from verifiers.inference.wire import MaskSource, mask_fields
 from verifiers.train.cpu_linear import multiplies_bfloat16
 from verifiers.train.image_processor import RowImages
 from verifiers.train.processes.distributed import Ranks
-from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
+from verifiers.train.weight_sync import InProcessSync, choose_sync
 from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded, require_finite
 from verifiers.train.weight_sync.verification import (
     LogprobCheck,
@@ -102,7 +102,7 @@ class PolicyWeights:
     @contextlib.contextmanager
     def tensors(self, sync: WeightSync) -> Iterator[Mapping[str, Any]]:
         """Hold the tensors that a weight sync pushes, by name; on rank 0, from inside `Ranks.on_rank_0`."""
-        whole = self._ranks.together("gather", sync.sends_tied, sync.sends_adapter) if self.is_sharded else None
+        whole = self._ranks.together("gather", False, sync.sends_adapter) if self.is_sharded else None
         with sync.tensors_of(self.model, whole) as tensors:
             require_finite(tensors, "pushed to the rollout servers")
             yield tensors
@@ -138,7 +138,7 @@ class WeightPublisher:
         self.sync = sync or default_weight_sync(args, each_server(backend), weights.model, tokenizer, images)
         self.servers: Backend = self.sync.route(backend)
         self._client_given = client is not None
-        self._check = check
+        self._check, self._images = check, images
         self._pool: ServerPool | None = None
         # see `RolloutClient`; known once the servers are connected, as is how many log-probs they tell
         self.mask_source: MaskSource = "sampling_mask"
@@ -206,6 +206,7 @@ class WeightPublisher:
                 encode=lambda text: self._tokenizer.encode(text, add_special_tokens=False),
                 needed_tokens=needed,
                 longest_row=longest,
+                image_reader=None if self._images is None else self._images.processor.reader,
             )
 
     def require_masks(self, sampled: Sequence[Mapping[str, Any]]) -> None:
@@ -288,7 +289,7 @@ class WeightPublisher:
         self._pushes += 1
         self._check.forget()
         if due and (is_doubtful or not may_check_meanwhile or self._weights.is_sharded):
-            self.check(version)
+            self._check.run(version, self.pool)
         elif due:
             self._check.begin(version, self.pool)
 
@@ -297,27 +298,7 @@ class WeightPublisher:
         version = self._check.finish()
         if version is not None:
             # check again and wait for the answers: only a difference that stays is an error
-            self.check(version)
-
-    def check(self, version: int) -> None:
-        """Check the servers' log-probs now; tied weights are pushed under each of their names where that helps."""
-        try:
             self._check.run(version, self.pool)
-        except WeightProbeError as error:
-            sync = self.sync
-            if not sync.can_send_tied or sync.sends_tied or not has_tied_tensors(self._weights.model):
-                raise
-            logger.warning("%s Sending tied weights under each of their names from now on.", error)
-            sync.sends_tied = True
-            with self._weights.tensors(sync) as tensors:
-                sync.push(tensors.items(), version)
-            try:
-                self._check.run(version, self.pool)
-            except WeightProbeError as again:
-                raise WeightProbeError(
-                    f"{again} The model has tied embeddings, and sending the head by itself did not help; train a "
-                    "model with tie_word_embeddings=False, or use another server."
-                ) from error
 
     def copy_of(self, version: int) -> Any:
         """Return the frozen copy of the policy for old log-probs, where one is asked for and has these weights."""

@@ -143,8 +143,6 @@ class DirectorySync(ServerSync):
             is no /dev/shm, when left out.
     """
 
-    can_send_tied = True
-
     def __init__(
         self,
         base_url: str | Sequence[str],
@@ -200,7 +198,6 @@ class LoraSync(DirectorySync):
     """
 
     keeps_requests = False
-    can_send_tied = False
     sends_adapter = True
 
     def __init__(

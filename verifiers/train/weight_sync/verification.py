@@ -57,6 +57,7 @@ class Capabilities:
         max_lora_rank: largest rank of an adapter; 0 where adapters are off.
         transfer_backend: of vLLM's weight transfer, such as "nccl"; "" where it is off.
         loads_adapters: the route for adapters is there.
+        image_reader: what computes the features of images.
     """
 
     root: str
@@ -71,6 +72,7 @@ class Capabilities:
     dtype: str | None = None
     transfer_backend: str | None = None
     loads_adapters: bool | None = None
+    image_reader: str | None = None
 
 
 async def read_capabilities(server: ServerClient) -> Capabilities:
@@ -114,6 +116,7 @@ async def _described(server: ServerClient) -> Capabilities:
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         transfer_backend=str(transfer.get("backend", "")) if config is not None else None,
         loads_adapters=bool(environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")) if config is not None else None,
+        image_reader=next((str(model["image_reader"]) for model in models if "image_reader" in model), None),
     )
 
 
@@ -125,6 +128,7 @@ def check_capabilities(
     encode: Callable[[str], Sequence[int]] | None = None,
     needed_tokens: int | None = None,
     longest_row: int | None = None,
+    image_reader: str | None = None,
 ) -> None:
     """Refuse a server that cannot be trained against, before anything is sampled.
 
@@ -134,6 +138,7 @@ def check_capabilities(
         encode: the trainer's tokenizer, without special tokens.
         needed_tokens: the longest prompt that is known, and the longest completion, together.
         longest_row: number of the training row with that prompt.
+        image_reader: what computes the trainer's features of images; None for text alone.
 
     Raises:
         WeightSyncError: names everything that is missing, each with what gives it.
@@ -163,6 +168,11 @@ def check_capabilities(
             f"its context is {found.max_model_len} tokens, and the longest prompt (training row {longest_row}) with "
             f"max_completion_length needs {needed_tokens}; start it with --max-model-len {needed_tokens}, or leave "
             "such rows out"
+        )
+    if None not in (image_reader, found.image_reader) and image_reader != found.image_reader:
+        missing.append(
+            f"it reads images by {found.image_reader} and the trainer by {image_reader}, so their pixels differ; "
+            "install the same transformers for both, and torchvision for both or for neither"
         )
     if missing:
         raise WeightSyncError(f"the rollout server at {found.root} cannot be trained against: {'; '.join(missing)}.")
@@ -287,9 +297,9 @@ def compare_answer(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
             f"{difference:.4f} nats ({'the mean' if half else 'the largest'} of {len(ids)} tokens; probe_tolerance "
             f"is {tolerance:g}): {types}it does not sample from these weights, or "
-            "from another distribution (temperature, tied embeddings kept old; log-probs before processing: start "
-            "vLLM with --logprobs-mode processed_logprobs). A server that refused a load in an earlier run may hold "
-            "half of it: start it again."
+            "from another distribution (temperature; log-probs before processing: start vLLM with --logprobs-mode "
+            "processed_logprobs; on a CPU, a vLLM without the package verifiers-vllm keeps the old head of tied "
+            "embeddings). A server that refused a load in an earlier run may hold half of it: start it again."
         )
     return difference
 

@@ -424,6 +424,7 @@ class Routes:
             "owned_by": "verifiers-embedded",
             "max_model_len": self._loaded.max_model_len,
             "dtype": str(self._loaded.dtype).removeprefix("torch."),
+            **({} if self._loaded.images is None else {"image_reader": self._loaded.images.reader}),
         }
 
     def _check_model(self, name: str) -> None:

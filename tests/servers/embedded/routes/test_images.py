@@ -23,7 +23,9 @@ from transformers import Qwen3VLForConditionalGeneration
 from verifiers_embedded.engine.loading import load_model
 from verifiers_embedded.in_process_server import InProcessServer
 
+from verifiers.inference.server_client import ServerClient
 from verifiers.train.tiny_model.vision_model import make_vision_model
+from verifiers.train.weight_sync.verification import read_capabilities
 
 MOST_BODY = 46 * 2**20
 MARK = "<|image_pad|>"
@@ -75,6 +77,11 @@ def chat(server: InProcessServer, content: Any, **fields: Any) -> dict[str, Any]
     status, answer = post(server, "/v1/chat/completions", asked(content, **fields))
     assert status == 200, answer
     return answer
+
+
+async def test_the_server_says_what_reads_images(server: InProcessServer) -> None:
+    found = await read_capabilities(ServerClient(server.url))
+    assert re.fullmatch(r"Qwen2VLImageProcessor\w* of transformers 5[\d.]+", found.image_reader or "")
 
 
 def part(image: bytes, kind: str = "image/png") -> dict[str, Any]:
