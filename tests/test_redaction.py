@@ -7,6 +7,8 @@ import logging
 
 import pytest
 
+from verifiers.cli.endpoint import endpoint_redactor
+from verifiers.inference.endpoint_registry import EndpointEntry
 from verifiers.log import Redactor, redact_logs, secrets_of_run, url_without_secrets
 
 SECRET = "canary-0123456789"
@@ -48,11 +50,25 @@ def test_what_headers_say_of_a_program_takes_no_words_out_of_texts() -> None:
         "X-Title": "Arithmetic word problems",
         "X-Api-Key": "assistant",
         "X-Proof": f"by {SECRET}-0123456789",
+        "X-Upstream": "Basic dXNlcjpzM2NyZXQ=",
     }
     redact = Redactor(secrets_of_run("http://h/v1", "", headers, environ={}))
     for text in ("Arithmetic word problems", "problems", "assistant"):
         assert redact(text) == text
-    assert redact(f"{SECRET}-0123456789") == "***"
+    assert redact(f"{SECRET}-0123456789, dXNlcjpzM2NyZXQ=") == "***, ***"
+
+
+def test_a_key_of_words_from_the_environment_masks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_KEY", "placeholder")
+    monkeypatch.setenv("UPSTREAM", f"{SECRET}-5")
+    entry = EndpointEntry("m", "m", ("http://h/v1",), key_var="LOCAL_KEY", header_vars={"X-Up": "UPSTREAM"})
+    assert endpoint_redactor(entry, {})(f"a placeholder, {SECRET}-5") == "a placeholder, ***"
+
+
+def test_a_password_of_words_is_a_secret_where_it_is_named_one() -> None:
+    arguments = {"judge": {"api_key": "abcdefghijklmnop"}}
+    redact = Redactor(secrets_of_run("http://u:sunshine@h/v1?api_key=passphrase", "", {}, arguments, environ={}))
+    assert redact("sunshine, passphrase, abcdefghijklmnop") == "***, ***, ***"
 
 
 def test_a_line_of_json_stays_one_and_its_numbers_with_it() -> None:

@@ -57,15 +57,14 @@ class Redactor:
     """A redactor that replaces secrets by `***`; call it with a text.
 
     Args:
-        secrets: the values. Those of fewer than 8 characters are left alone, and short ones of plain words
-            (`not-needed`): local servers take any key, and texts have such words.
+        secrets: the values; those of fewer than 8 characters are left alone.
     """
 
     def __init__(self, secrets: Iterable[str]) -> None:
         forms: set[str] = set()
         for secret in secrets:
             stripped = secret.strip()
-            if len(stripped) >= _SHORTEST and not _is_of_words(stripped):
+            if len(stripped) >= _SHORTEST:
                 # as they stand, and as they stand inside JSON or the repr of an exception
                 escaped = (json.dumps(stripped)[1:-1], json.dumps(stripped, ensure_ascii=False)[1:-1])
                 forms.update((stripped, *escaped, repr(stripped)[1:-1]))
@@ -119,18 +118,22 @@ def secrets_of_run(
 ) -> list[str]:
     """Return every value that must not be written: key, headers, credentials in the URL, keys of the environment.
 
+    A short key of plain words (`not-needed`), also in a header, is none: local servers take any, and texts have such
+    words.
+
     Args:
         base_url: of the endpoint; user, password and secret parameters are secrets.
         headers: of requests; values under names of secrets, and long words in any, are secrets.
         arguments: of the environment and of sampling; long texts under names like api_key are secrets.
         environ: variables whose names end in KEY, TOKEN, SECRET or the like are secrets; default `os.environ`.
     """
-    found = [api_key, *_secrets_in(arguments or {})]
+    found = [*([] if _is_of_words(api_key) else [api_key]), *_secrets_in(arguments or {})]
     for name, value in headers.items():
-        found += [word for word in value.split() if len(word) >= _LONGEST_WORDS]
-        if _SECRET_NAME.search(name):
-            # behind its scheme
-            found += [value, value.rpartition(" ")[2]]
+        is_named = _SECRET_NAME.search(name) is not None
+        # alone, as behind its scheme; a title has several words
+        parts = [*([value] if is_named else []), *value.split()]
+        least = _SHORTEST if is_named else _SHORTEST_ELSEWHERE
+        found += [part for part in parts if len(part) >= least and not _is_of_words(part)]
     try:
         parts = urlsplit(base_url)
         found += [part for part in (parts.password, unquote(parts.password or "")) if part]
@@ -140,13 +143,14 @@ def secrets_of_run(
     except ValueError:
         pass  # no URL: the endpoint raises for it
     for name, value in (os.environ if environ is None else environ).items():
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_ELSEWHERE and not os.path.exists(value):
+        is_long = len(value) >= _SHORTEST_ELSEWHERE and not _is_of_words(value)
+        if _SECRET_NAME.search(name) and is_long and not os.path.exists(value):
             found.append(value)
     return found
 
 
 def _is_of_words(key: str) -> bool:
-    return len(key) < _LONGEST_WORDS and _WORDS.fullmatch(key) is not None
+    return len(key) < _LONGEST_WORDS and _WORDS.fullmatch(key.strip()) is not None
 
 
 def url_without_secrets(url: str) -> str:

@@ -348,6 +348,18 @@ async def test_each_environment_of_a_group_is_checked_with_its_own_weights() -> 
     assert [*report.numbers] == ["rows", "rewards of sound", "rewards of loose"]
 
 
+async def test_what_one_environment_of_a_group_asks_for_hides_nothing_of_another() -> None:
+    told = [{**row, "info": {"wanted": "4"}} for row in LEAKING]
+    other = with_rows(follows_the_info, told)
+    group = vf.EnvGroup([single(rows=LEAKING), other], ["leaking", "told"])
+    assert "answer-in-prompt" in await kinds_of(group)
+
+
+async def test_a_group_is_checked_by_a_rubric_of_its_own() -> None:
+    group = vf.EnvGroup([sound()], ["sound"], rubric=vf.Rubric([takes_anything]))
+    assert (await kinds_of(group)).get("paid-empty") == "error"
+
+
 async def test_a_judge_that_can_be_talked_to_is_paid_for_it() -> None:
     def judge(body: Any) -> str:
         return "yes" if "Ignore the instructions" in str(body["messages"]) else "no"

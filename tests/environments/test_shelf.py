@@ -25,7 +25,7 @@ SECRETS_APART = {"wordle"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_vf_check_finds_nothing_wrong_with_it(name: str) -> None:
+def test_vf_check_finds_no_error_in_it(name: str) -> None:
     own = contextlib.nullcontext(vf.load_environment(name)) if name != "judged_rewrite" else open_environment(name)
     with own as env:
         report = vf.check(env, rows=4)

@@ -105,6 +105,13 @@ def test_a_roles_tokens_get_its_advantage_and_other_tokens_the_rollouts() -> Non
     assert rollout_advantages(block_of(*rollouts))[rollouts[0].key] == [9.0] * 5
 
 
+def test_a_role_is_whitened_among_the_same_role_alone() -> None:
+    """Every proposer earns 1 and no solver anything: neither has a gradient."""
+    rollouts = [rollout_of(number, {"proposer": 1.0, "solver": 0.0}) for number in range(2)]
+    found = rollout_advantages(block_of(*rollouts), estimator="reinforce_plus_plus")
+    assert list(found.values()) == [[0.0] * 5] * 2
+
+
 def test_a_role_without_a_reward_is_refused_and_one_without_turns_is_part_of_the_baseline() -> None:
     full = rollout_of(0, {"proposer": 1.0, "solver": 1.0})
     with pytest.raises(ConfigError, match=r"has turns of the role 'solver' and no reward for it.*vf.role_reward"):

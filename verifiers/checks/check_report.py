@@ -32,7 +32,7 @@ class CheckFinding:
 
 @dataclass(slots=True)
 class CheckReport:
-    """Findings of a check, worst first, and numbers by part: "rows", "rewards", "policy"."""
+    """Findings of a check, worst first, and numbers by part: "rows", "rewards" (of each of a group), "policy"."""
 
     env: str
     findings: list[CheckFinding] = field(default_factory=list)

@@ -11,6 +11,7 @@ from typing import Any
 from verifiers.checks.check_report import CheckFinding, CheckReport, Severity, named_rows
 from verifiers.checks.rewards import check_rewards, weights_of
 from verifiers.checks.rows import CountTokens, check_rows
+from verifiers.envs.env_group import EnvGroupRubric
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import iter_requests
@@ -43,6 +44,7 @@ async def check_environment(
     """
     report = CheckReport(name)
     report.add("rows", *check_rows(env, count_tokens, max_model_len))
+    told: list[bool] = []
     for group, member in _members(env):
         part = f"rewards{group}"
         hindered, numbers = _no_rewards(member), dict[str, Any]()
@@ -50,10 +52,11 @@ async def check_environment(
             found, run = [hindered], None
         else:
             found, numbers = await check_rewards(member, rows)
-        if not numbers.get("tells_right", True):
-            # copying what is not asked for earns nothing
-            report.findings = [one for one in report.findings if one.kind != "answer-in-prompt"]
+        told.append(numbers.get("tells_right", True))
         report.add(part, [replace(one, where=one.where + group) for one in found], numbers)
+    if not any(told):
+        # copying what is not asked for earns nothing
+        report.findings = [one for one in report.findings if one.kind != "answer-in-prompt"]
     if run is not None:
         requests = iter_requests(env.rows_to_evaluate(prompts), rollouts_per_example, None)
         report.add("policy", *await check_policy(env, run, list(requests)))
@@ -61,16 +64,16 @@ async def check_environment(
 
 
 def _members(env: Any, group: str = "") -> Iterator[tuple[str, Any]]:
-    """Give the environments of a group, each with what names it; one that is no group is its only one."""
-    members = getattr(env, "env_map", None)
-    if members is None:
+    """Give the environments of a group, each with what names it, or one that scores by a rubric of its own."""
+    if not isinstance(env.rubric, EnvGroupRubric):
         yield group, env
-    for name, member in (members or {}).items():
+        return
+    for name, member in env.env_map.items():
         yield from _members(member, f" of {name}{group}")
 
 
 def _no_rewards(env: Any) -> CheckFinding | None:
-    """Return why an environment that is no group cannot be rewarded here, if so."""
+    """Return why an environment's rollouts cannot be rewarded here, if so."""
     try:
         if getattr(env.rubric, "is_empty", False):
             raise ConfigError("the rubric has no reward function, so every reward is 0.0.")

@@ -144,7 +144,7 @@ class _Texts:
 
 
 async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], dict[str, Any]]:
-    """Check the rewards of an environment that is no group over so many of its eval rows, or else training rows."""
+    """Check an environment's rewards over so many rows, spread over its eval rows, or else its training rows."""
     texts = _texts_of(env, rows)
     if not texts.requests:
         text = "its rollouts are not answered by a text: an agent or a program of its own asks the policy"
@@ -190,13 +190,14 @@ def _texts_of(env: Any, rows: int, write: Write | None = None) -> _Texts:
     known = [answer for answer in dict.fromkeys(answers) if answer]
     judged = any(isinstance(rubric, JudgeRubric) for rubric in rubrics_of(env))
     found = _Texts()
-    if not isinstance(env, MultiTurnEnv):
-        return found
     for place in dict.fromkeys(at * len(dataset) // count for at in range(count)):
         prompt, answer, task, info = row_fields(dataset[place])
+        member = env.get_env_for_task(task)
+        if not isinstance(member, MultiTurnEnv):
+            continue
         key = RolloutKey(BLOCK, place, 0)
         found.requests[place] = RolloutRequest(key, prompt, answer, task, info)
-        writer = writer_of(answer, env.parser)
+        writer = writer_of(answer, member.parser)
         if writer is not None:
             writer = write or writer
             found.right[place] = writer(str(answer))

@@ -152,8 +152,9 @@ def endpoint_redactor(entry: EndpointEntry, arguments: Mapping[str, Any]) -> Red
     from verifiers.log import Redactor, secrets_of_run
 
     keys = [os.environ.get(name, "") for name in (entry.key_var, *entry.header_vars.values())]
-    found = (secret for url in entry.urls for secret in secrets_of_run(url, "", entry.headers, arguments))
-    return Redactor([*keys, *found])
+    found = [secret for key in keys for secret in secrets_of_run("", key, {}, environ={})]
+    found += [secret for url in entry.urls for secret in secrets_of_run(url, "", entry.headers, arguments)]
+    return Redactor(found)
 
 
 def attempt_timeout_s(args: argparse.Namespace, entry: EndpointEntry) -> float:

@@ -341,7 +341,7 @@ def _paid_for_nothing(rollouts: Sequence[Sampled]) -> Iterator[Finding]:
 
 def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
     last = _last_message(rollout.get("completion"))
-    text, asked = str(last.get("text", "")).strip(), _last_message(line.get("prompt"))
+    text, asked = str(last.get("text", "")).strip(), str(_last_message(line.get("prompt")).get("text", ""))
     if last.get("calls") or last.get("role") == "tool":
         # an answer of its own
         return ""
@@ -353,11 +353,13 @@ def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
         return "words that ask the judge for a grade"
     if not _FORMAT.sub("", text).strip():
         return "the format without an answer"
-    return "the question, said again" if text == str(asked.get("text", "")).strip() else ""
+    # images of a prompt stand before its words
+    return "the question, said again" if text == asked.replace("[image] ", "").strip() else ""
 
 
 def _said(rollout: Mapping[str, Any]) -> str:
-    return str(_last_message(rollout.get("completion")).get("text", ""))
+    said = (one for one in rollout.get("completion") or () if one.get("role") not in ("tool", "user"))
+    return str(_last_message([*said]).get("text", ""))
 
 
 def _last_message(messages: Any) -> Mapping[str, Any]:

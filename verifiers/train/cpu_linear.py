@@ -1,8 +1,8 @@
 """Linear layers in float32 on the CPU by oneDNN; torch's own, by MKL, take twice as long on AMD's processors.
 
 torch sends float32 products to MKL and has no setting for it (`torch.backends.mkldnn.matmul.fp32_precision` only
-allows fewer bits). The op below is what its inductor puts for such a layer. The weights stay as they are, neither
-packed nor copied, so that an optimizer's step or a push changes nothing here.
+allows fewer bits). The op below is what its inductor puts for such a layer. The weights stay plain tensors, not
+packed, so that an optimizer's step or a push is seen here.
 """
 
 from __future__ import annotations

@@ -116,10 +116,11 @@ class ImageProcessor:
 
     @property
     def reader(self) -> str:
-        """What computes the features; where two processes have another one, they see other pixels."""
+        """What computes the features; two processes with different ones may see different pixels."""
         from transformers import __version__
 
-        return f"{type(self.processor.image_processor).__name__} of transformers {__version__}"
+        minor = __version__.rpartition(".")[0]
+        return f"{type(self.processor.image_processor).__name__} of transformers {minor}"
 
     @classmethod
     def load(

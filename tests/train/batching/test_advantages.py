@@ -245,6 +245,31 @@ def test_advantages_that_steps_were_given_are_taken_as_they_are() -> None:
     assert found == {given[0].key: pytest.approx([0.5, 0.5, 9.0, 0.5]), given[1].key: -0.5}
 
 
+def test_advantages_of_single_turns_need_no_baseline_and_refuse_penalties() -> None:
+    lone = [by_turn(0, [0.0, 0.0], 1.0, turn_advantages=[2.0, -1.0]), by_turn(1, [0.0, 0.0], None, outcome=FAILED)]
+    assert rollout_advantages(block(lone)) == {lone[0].key: [2.0, 2.0, -1.0]}
+    with pytest.raises(ConfigError, match="which kl_in_reward does not reach"):
+        rollout_advantages(block(lone), penalties={})
+    (group,) = block([by_turn(number, [0.0], 1.0, turn_advantages=[1.0]) for number in range(2)]).groups
+    assert not has_zero_variance(group)
+
+
+def test_a_turn_counts_by_its_tokens_where_all_tokens_are_whitened_together() -> None:
+    pair = [by_turn(0, [1.0, 0.0], 1.0), by_turn(1, [0.0, 0.0], 1.0)]
+    pair[0].rows[0] = TokenSequence([1], [3] * 4, [1] * 4, [-0.5] * 4, [0] * 4, turn_lengths={0: 3, 1: 1})
+    pair[1].rows[0] = TokenSequence([1], [3] * 2, [1] * 2, [-0.5] * 2, [0] * 2, turn_lengths={0: 1, 1: 1})
+    found = rollout_advantages(block(pair), estimator="reinforce_plus_plus", turn_discount=0.0)
+    # three tokens of 1 and one of 0: mean 3/4, deviation sqrt(3)/4
+    assert found[pair[0].key][0] == pytest.approx(1 / 3**0.5, rel=1e-3)
+    assert found[pair[1].key][0] == pytest.approx(-(3**0.5), rel=1e-3)
+
+
+def test_the_batchs_deviation_is_that_of_the_same_turn() -> None:
+    pair = [by_turn(0, [1.0, 50.0], 1.0), by_turn(1, [0.0, -50.0], 1.0)]
+    found = rollout_advantages(block(pair), scale_rewards="batch", turn_discount=0.0)
+    assert found[pair[0].key] == pytest.approx([0.5**0.5, 0.5**0.5, 0.5**0.5], rel=1e-3)
+
+
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_a_turn_is_whitened_among_the_same_turns_alone(estimator: str) -> None:
     """The first turn always earns 1, the second never: neither has a gradient."""

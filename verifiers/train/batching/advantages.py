@@ -205,13 +205,13 @@ def rollout_advantages(
                 found.left_out[rollout.key] = "group_incomplete"
             elif mask_truncated_completions and rollout.is_truncated:
                 found.left_out[rollout.key] = "masked_truncated"
-            elif rollout.advantage is not None:
+            elif rollout.advantage is not None or rollout.turn_advantages is not None:
                 if penalties is not None:
                     raise ConfigError(
                         f"the environment gave {rollout.key} an advantage of its own, which kl_in_reward does not "
                         "reach; set kl_in_reward=False, or let the environment give rewards alone."
                     )
-                found[rollout.key] = _given_advantage(rollout)
+                found[rollout.key] = value if rollout.advantage is None else _given_advantage(rollout)
             elif std is None and estimator != "reinforce_plus_plus":
                 found.left_out[rollout.key] = "no_baseline"
             else:
@@ -401,7 +401,7 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
 def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False, by_turn: bool = False) -> bool:
     """Return whether a scored group has no gradient: its rewards are all equal, and no advantage was given.
 
-    With credit `by_turn`, those of turns must be equal too; no turn has an advantage of its own.
+    With credit `by_turn`, those of turns must be equal too.
 
     Failed rollouts take no part. A group with fewer than two scored ones does not count: failures of the machinery
     are not a reason to ask for other prompts, which would fail as well.

@@ -111,7 +111,7 @@ def _template(tokenizer: Any) -> str:
 
 def _sample(row: Mapping[str, Any], tokenizer: Any, template: str, place: int) -> TrainingSample | None:
     messages = row.get("messages") or [*(row.get("prompt") or ()), *(row.get("completion") or ())]
-    if any(image_urls(messages)):
+    if next(image_urls(messages), None) is not None:
         raise ConfigError(f"row {place} of the demonstrations shows an image; they are text alone, so leave it out.")
     try:
         found = tokenizer.apply_chat_template(

@@ -171,7 +171,7 @@ def check_capabilities(
         )
     if None not in (image_reader, found.image_reader) and image_reader != found.image_reader:
         missing.append(
-            f"it reads images by {found.image_reader} and the trainer by {image_reader}, so their pixels differ; "
+            f"it reads images by {found.image_reader} and the trainer by {image_reader}, so their pixels may differ; "
             "install the same transformers for both, and torchvision for both or for neither"
         )
     if missing:
