@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,14 @@ SERVERS = ("dataserver", "embedded", "vllm")
 """Packages in servers/, each named verifiers-NAME."""
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def installer() -> list[str]:
+    """Return the command that installs: uv's in a virtual environment, which may be without pip, else pip's."""
+    uv = shutil.which("uv")
+    if uv is not None and sys.prefix != sys.base_prefix:
+        return [uv, "pip", "install", "--python", sys.executable]
+    return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
 
 
 def install_hint(part: str, of: str = "verifiers") -> str:

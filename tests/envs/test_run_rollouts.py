@@ -228,6 +228,9 @@ async def test_other_results_than_one_rollout_a_request_are_refused() -> None:
 
     with pytest.raises(vf.ConfigError, match=r"ReturnsFewer\.run_rollouts returned 3 results for 4 requests"):
         await run(ReturnsFewer())
+    # also in a group, which gives its environments their requests
+    with pytest.raises(vf.ConfigError, match=r"ReturnsFewer\.run_rollouts returned 3 results for 4 requests"):
+        await run(vf.EnvGroup([ReturnsFewer()]))
 
 
 def test_an_override_in_columns_is_refused_with_the_present_signature() -> None:

@@ -71,6 +71,19 @@ async def test_failures_are_those_of_inline() -> None:
     }
 
 
+async def test_a_prompt_that_is_too_long_in_a_worker_is_truncated_and_its_group_is_scored() -> None:
+    env = world.Overlong()
+    requests = world.requests_of(env, range(2), size=4)
+    expected = world.plain_of(await world.runner_of(env).run_groups(requests))
+    played, _ = world.workers_of(world.Overlong)
+    assert world.plain_of(await world.runner_of(played).run_groups(requests)) == expected
+    for group in (expected[:4], expected[4:]):
+        assert {(one["outcome"], one["reward"]) for one in group} == {
+            (Outcome.TRUNCATED, 1.0),
+            (Outcome.COMPLETED, 1.0),
+        }
+
+
 async def test_the_traceback_of_a_worker_reaches_rank_0() -> None:
     played, _ = world.workers_of(world.Faulty)
     group = await world.runner_of(played).run_group(world.fault_requests("raise")[0])

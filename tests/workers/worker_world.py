@@ -199,6 +199,24 @@ class Faulty(vf.SingleTurnEnv):
             raise vf.ConfigError("a mistake that every rollout repeats")
 
 
+class Overlong(vf.Environment):
+    """Meets a prompt that is too long in some of a prompt's rollouts, and lets that out or keeps it."""
+
+    def __init__(self) -> None:
+        rows = [{"question": "a", "answer": how} for how in ("let out", "keep")]
+        super().__init__(dataset=rows, rubric=vf.Rubric(funcs=[lambda completion: float(len(completion))]))
+
+    async def play(self, state: vf.State) -> None:
+        answer = await state["client"].chat.completions.create(model=state["model"], messages=state["prompt"])
+        state["completion"] = [{"role": "assistant", "content": answer.choices[0].message.content}]
+        if state["completion"][0]["content"] > "d":
+            return
+        error = vf.OverlongPromptError("the context has 8 tokens")
+        if state["answer"] == "let out":
+            raise error
+        state["error"] = error
+
+
 class Scripted(vf.SingleTurnEnv):
     """Begins its rollouts by `act`, which a test sets: workers of `InLoop` share its process."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, Command, CommandFailedError, CommandParser
 from verifiers.errors import ConfigError
+from verifiers.installation import installer
 
 
 def parser() -> CommandParser:
@@ -59,17 +60,17 @@ def _install(args: argparse.Namespace, ours: str, target: str) -> int:
         raise ConfigError(
             f"--editable works with a directory only, and {args.env!r} is none of a package; leave it out."
         )
-    installer = [*_installer(), *(["--dry-run"] if args.dry_run else [])]
+    install = [*installer(), *(["--dry-run"] if args.dry_run else [])]
     package = ["-e", target] if args.editable else [target]
-    alone = [*installer, "--force-reinstall", "--no-deps", *package]
+    alone = [*install, "--force-reinstall", "--no-deps", *package]
     before = _environments()
     if args.ignore_pin and not args.no_deps:
-        _run([*installer, ours, *_requirements(target, ours)[1]])
+        _run([*install, ours, *_requirements(target, ours)[1]])
     if args.ignore_pin or args.no_deps:
         _run(alone)
     else:
         try:
-            _run([*installer, *package, ours])
+            _run([*install, *package, ours])
         except CommandFailedError:
             excluding, _ = _requirements(target, ours)
             if not excluding:
@@ -102,14 +103,6 @@ def _install(args: argparse.Namespace, ours: str, target: str) -> int:
         print(f"installed {env['distribution']} {env['version']}: environment {env['name']} ({how}, {env['where']})")
     print(f"next: vf-eval {found[0]['name']} -m MODEL -b URL")
     return DONE
-
-
-def _installer() -> list[str]:
-    """Return the command that installs: uv's in a virtual environment, else pip's."""
-    uv = shutil.which("uv")
-    if uv is not None and sys.prefix != sys.base_prefix:
-        return [uv, "pip", "install", "--python", sys.executable]
-    return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
 
 
 def _run(command: Sequence[str]) -> None:
@@ -211,7 +204,7 @@ def _requirements(target: str, ours: str) -> tuple[list[str], list[str]]:
     from packaging.requirements import Requirement
 
     with tempfile.TemporaryDirectory(prefix="vf-install-") as directory:
-        subprocess.run([*_installer(), "--quiet", "--no-deps", "--target", directory, target], capture_output=True)
+        subprocess.run([*installer(), "--quiet", "--no-deps", "--target", directory, target], capture_output=True)
         lines = [line for found in distributions(path=[directory]) for line in found.requires or ()]
     needs = [need for need in map(Requirement, lines) if need.marker is None or need.marker.evaluate({"extra": ""})]
     on_verifiers = [need for need in needs if need.name.lower() == "verifiers"]

@@ -12,7 +12,7 @@ from verifiers.concurrency import gather_owned
 from verifiers.envs.environment import Environment, by_requests
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import Run, require_one_each
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import arguments_of
 from verifiers.types import RewardFunc, RolloutScore, State
@@ -246,6 +246,7 @@ class EnvGroup(Environment):
             inside = [dataclasses.replace(request, task=self._place(request.task)[1]) for request in members]
             sampling_args = _merged(env.sampling_args, run.sampling_args)
             rollouts = await env.run_rollouts(inside, dataclasses.replace(run, sampling_args=sampling_args))
+            require_one_each(env, inside, rollouts)
             for rollout, request in zip(rollouts, members, strict=True):
                 rollout.task = rollout.state["task"] = request.task
             return rollouts

@@ -229,13 +229,7 @@ class Run:
         except (Exception, SystemExit) as error:
             # an override's own mistake, beside the rollouts that it plays
             return [_unplayed(request, error) for request in requests]
-        keys = [request.key for request in requests]
-        if not isinstance(rollouts, Sequence) or [getattr(one, "key", None) for one in rollouts] != keys:
-            given = f"{len(rollouts)} results" if isinstance(rollouts, Sequence) else f"{rollouts!r:.100}"
-            raise ConfigError(
-                f"{type(self.env).__name__}.run_rollouts returned {given} for {len(requests)} requests; return one "
-                "Rollout for each request, in order."
-            )
+        require_one_each(self.env, requests, rollouts)
         if self.teacher is not None:
             await self.teacher.judge([one for one in rollouts if one.failure is None])
             for one in rollouts:
@@ -321,6 +315,17 @@ class Run:
 
 
 # -- one rollout ---------------------------------------------------------------------------------------------------
+
+
+def require_one_each(env: Any, requests: Sequence[RolloutRequest], rollouts: Any) -> None:
+    """Refuse what an environment's `run_rollouts` returned where it is not a rollout for each request, in order."""
+    keys = [request.key for request in requests]
+    if not isinstance(rollouts, Sequence) or [getattr(one, "key", None) for one in rollouts] != keys:
+        given = f"{len(rollouts)} results" if isinstance(rollouts, Sequence) else f"{rollouts!r:.100}"
+        raise ConfigError(
+            f"{type(env).__name__}.run_rollouts returned {given} for {len(requests)} requests; return one Rollout "
+            "for each request, in order."
+        )
 
 
 async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:

