@@ -131,9 +131,9 @@ def secrets_of_run(
     for name, value in headers.items():
         is_named = _SECRET_NAME.search(name) is not None
         # alone, as behind its scheme; a title has several words
-        parts = [*([value] if is_named else []), *value.split()]
+        said = [*([value] if is_named else []), *value.split()]
         least = _SHORTEST if is_named else _SHORTEST_ELSEWHERE
-        found += [part for part in parts if len(part) >= least and not _is_of_words(part)]
+        found += [part for part in said if len(part) >= least and not _is_of_words(part)]
     try:
         parts = urlsplit(base_url)
         found += [part for part in (parts.password, unquote(parts.password or "")) if part]
