@@ -9,38 +9,15 @@ import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from verifiers.errors import ConfigError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from verifiers.parsers.parser import Parser
-    from verifiers.rubrics.rubric import Rubric
-    from verifiers.types import ChatMessage, MessageType, SamplingArgs
 
 SIMILARITY = 0.82
 """Least `difflib` ratio of a misspelled name: 'wieghts' is at 0.86, the legitimate 'num_few_shot' at 0.8."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-class EnvironmentOptions(TypedDict, total=False):
-    """The keywords of `Environment`, by which type checkers find a misspelled one in calls of its subclasses."""
-
-    dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None
-    eval_dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None
-    system_prompt: str | None
-    few_shot: list[ChatMessage] | None
-    parser: Parser | None
-    rubric: Rubric | None
-    sampling_args: SamplingArgs | None
-    message_type: MessageType
-    oai_tools: list[dict[str, Any]] | None
-    max_workers: int
-    tool_defs: Sequence[Any] | None
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,13 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 def url_of(listener: socket.socket) -> str:
     address, port = listener.getsockname()[:2]
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
+    host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
+    is_named = host in ("localhost", "0.0.0.0", "::") or host.endswith(".localhost")
+    return is_named or is_loopback_address(host)
 
 
 def is_loopback_address(address: str) -> bool:

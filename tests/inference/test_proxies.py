@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.inference.endpoint import Endpoint, HttpBackend, is_loopback, proxy_for
+from verifiers.inference.endpoint import Endpoint, HttpBackend, proxy_for
+from verifiers.server_process import is_loopback
 from verifiers.testing import FakeOpenAIServer
 
 ASK: dict[str, Any] = {"model": "m", "messages": []}

@@ -190,7 +190,7 @@ async def require_listener(entry: EndpointEntry) -> None:
     Raises:
         ProviderError: all servers are on this machine, and none takes a connection within `LISTENER_GRACE_S`.
     """
-    from verifiers.inference.endpoint import is_loopback
+    from verifiers.server_process import is_loopback
     from verifiers.testing.fake_model import FAKE_URL
 
     if FAKE_URL in entry.urls or not all(is_loopback(url) for url in entry.urls):

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Unpack
 
 from verifiers.concurrency import threads_for
-from verifiers.envs.environment import Environment
+from verifiers.envs.environment import Environment, EnvironmentOptions
 from verifiers.envs.multiturn_env import begin_turns
 from verifiers.errors import AgentError, ConfigError
 from verifiers.gateway.calls import RefusedCallError
@@ -20,7 +20,6 @@ from verifiers.gateway.gateway import Gateway, gateway_of_loop
 from verifiers.gateway.session import Budget, Session
 from verifiers.inference.endpoint import single_backend_for
 from verifiers.inference.wire import WireObject
-from verifiers.keywords import EnvironmentOptions
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import RolloutInput, State
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.envs import datasets
@@ -149,6 +149,22 @@ def _has_audio(messages: list[ChatMessage]) -> bool:
     contents = [message_field(message, "content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any("audio" in str(message_field(part, "type", "")) for part in parts)
+
+
+class EnvironmentOptions(TypedDict, total=False):
+    """The keywords of `Environment`, by which type checkers find a misspelled one in calls of its subclasses."""
+
+    dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None
+    eval_dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None
+    system_prompt: str | None
+    few_shot: list[ChatMessage] | None
+    parser: Parser | None
+    rubric: Rubric | None
+    sampling_args: SamplingArgs | None
+    message_type: MessageType
+    oai_tools: list[dict[str, Any]] | None
+    max_workers: int
+    tool_defs: Sequence[Any] | None
 
 
 class Environment(ClassicCalls):

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from verifiers.envs.environment import Environment, OfferedTools, by_state, names_of_classic
+from verifiers.envs.environment import Environment, EnvironmentOptions, OfferedTools, by_state, names_of_classic
 from verifiers.envs.lifecycle import marked_methods, maybe_await
 from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.inference.wire import assistant_message
-from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Messages, MessageType, ModelResponse, State, joined
 
 

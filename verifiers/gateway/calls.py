@@ -7,14 +7,12 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-    from verifiers.gateway.session import Session
 
 logger = logging.getLogger("verifiers.gateway")
 
@@ -103,37 +101,6 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 def openai_error(refusal: RefusedCallError) -> dict[str, Any]:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
-
-
-class WireFormat(Protocol):
-    """One route's dialect."""
-
-    keep_alive: bytes
-    """Sent while an answer that is to be streamed is generated."""
-
-    def read(self, body: Any, session: Session) -> AgentCall:
-        """Return a request's body as a call.
-
-        Raises:
-            RefusedCallError: it is malformed, or asks for what cannot be had.
-        """
-        ...
-
-    def answer(self, completion: Mapping[str, Any], call: AgentCall, session: Session) -> dict[str, Any]:
-        """Return a chat or text completion in the dialect."""
-        ...
-
-    def events(self, answer: Mapping[str, Any], call: AgentCall) -> Iterator[bytes]:
-        """Return a whole answer as the events of a stream."""
-        ...
-
-    def error(self, refusal: RefusedCallError) -> dict[str, Any]:
-        """Return the body of a refusal."""
-        ...
-
-    def error_event(self, refusal: RefusedCallError) -> bytes:
-        """Return a refusal as an event, for a stream that has begun."""
-        ...
 
 
 def validated_body(adapter: TypeAdapter[Any], body: Mapping[str, Any], **replaced: Any) -> dict[str, Any]:

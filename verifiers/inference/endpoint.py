@@ -21,7 +21,7 @@ from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.inference.retry import RetryableError, client_error, reason, retry_after_s, status_error
 from verifiers.inference.wire import WireObject, read_completion, request_body, whole_characters
 from verifiers.log import Redactor, secrets_of_run, url_without_secrets
-from verifiers.server_process import is_loopback_address
+from verifiers.server_process import is_loopback
 
 if TYPE_CHECKING:
     import aiohttp
@@ -55,13 +55,6 @@ def check_base_url(url: str) -> None:
     if problem:
         shown = url_without_secrets(url)
         raise ConfigError(f"the base URL {shown!r} {problem}; give one like 'http://127.0.0.1:8000/v1'.")
-
-
-def is_loopback(url: str) -> bool:
-    """Return whether the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
-    host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
-    is_named = host in ("localhost", "0.0.0.0", "::") or host.endswith(".localhost")
-    return is_named or is_loopback_address(host)
 
 
 def proxy_for(url: str) -> str | None:

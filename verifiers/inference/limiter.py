@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from verifiers.errors import ConfigError, Error
-from verifiers.inference.endpoint import is_loopback
+from verifiers.server_process import is_loopback
 
 logger = logging.getLogger("verifiers.rollouts")
 

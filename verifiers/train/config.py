@@ -16,7 +16,7 @@ import trl
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
-from verifiers.inference.endpoint import is_loopback
+from verifiers.server_process import is_loopback
 from verifiers.train.conflicts import longest_wait_s, refuse_biased_sampling, refuse_conflicts, unknown_setting
 
 if TYPE_CHECKING:

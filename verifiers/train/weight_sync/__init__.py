@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verifiers.inference.endpoint import is_loopback
+from verifiers.server_process import is_loopback
 from verifiers.train.weight_sync.in_process import InProcessSync
 from verifiers.train.weight_sync.nccl import NcclSync
 from verifiers.train.weight_sync.protocol import WeightSync, policy_tensors
