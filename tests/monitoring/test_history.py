@@ -90,6 +90,8 @@ def test_what_speaks_against_a_rising_reward_is_named(found: str, run: History, 
         (history(), [*GOOD, sample("", None)]),
         # a tool that ends the rollout is called without a word
         (history(), [*GOOD, *[calling("submit")] * 15]),
+        # a line that somebody edited
+        (history(), [*GOOD, {"prompt": None, "rollouts": [{"reward": 1.0, "completion": ["4", 5]}]}]),
         # what a tool says is not the policy's
         (history(), [*GOOD, *[answered_by_tool("row " * 40)] * 15]),
         # the same answer again and again is no long text, and texts may repeat what they always did

@@ -358,8 +358,8 @@ def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
 
 
 def _said(rollout: Mapping[str, Any]) -> str:
-    said = (one for one in rollout.get("completion") or () if one.get("role") not in ("tool", "user"))
-    return str(_last_message([*said]).get("text", ""))
+    messages = [one for one in rollout.get("completion") or () if isinstance(one, Mapping)]
+    return str(_last_message([one for one in messages if one.get("role") not in ("tool", "user")]).get("text", ""))
 
 
 def _last_message(messages: Any) -> Mapping[str, Any]:
