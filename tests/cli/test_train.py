@@ -194,7 +194,7 @@ def test_what_would_end_the_run_is_told_before_the_server_is_started(
     def started(*_: object, **__: object) -> None:
         raise AssertionError("the server was started")
 
-    monkeypatch.setattr("verifiers.train.processes.launch.launched_server", started)
+    monkeypatch.setattr("verifiers.train.processes.launch.starting_server", started)
     text = replaced("max_steps = 3", f"max_steps = 3\n{setting}") + '[server]\nlaunch = "embedded"\n'
     run_file.write_text(text)
     before = sorted(path.name for path in Path().iterdir())

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,13 +75,13 @@ def did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     waiting_env = importlib.import_module("waiting_env")
 
     @contextlib.contextmanager
-    def launched(*args: Any, **kwargs: Any) -> Iterator[str]:
+    def launched(*args: Any, **kwargs: Any) -> Iterator[Callable[[], str]]:
         try:
-            yield "http://127.0.0.1:9/v1"
+            yield lambda: "http://127.0.0.1:9/v1"
         finally:
             waiting_env.DID.append("server")
 
-    monkeypatch.setattr("verifiers.train.processes.launch.launched_server", launched)
+    monkeypatch.setattr("verifiers.train.processes.launch.starting_server", launched)
     monkeypatch.setattr(lifecycle, "TEARDOWN_WITHIN_S", 0.1)
     monkeypatch.setattr(train, "_TEARDOWN_AFTER_FAILURE_S", 0.1)
     yield waiting_env.DID

@@ -14,10 +14,12 @@ import tiny_world
 from forks import Forks
 
 from verifiers.data.sampler import RepeatSampler
+from verifiers.envs import environment
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rubrics.rubric import Rubric
 from verifiers.train.batching import training_block
+from verifiers.train.batching.rollout_session import RolloutPrefetcher
 
 ROAD = [
     "RepeatSampler",
@@ -78,6 +80,29 @@ def test_a_training_block_goes_the_road_in_order(make_trainer: Callable[..., Any
     with recorded_road() as seen:
         trainer.train()
     assert seen == ROAD
+
+
+def test_one_request_goes_unchanged_from_the_plan_to_its_rollout(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Any] = []
+    played: list[Any] = []
+    plan, play_one = RolloutPrefetcher.batch_request, environment.play
+
+    def batch_request(*args: Any) -> BatchRequest:
+        batch = plan(*args)
+        planned.extend(batch.requests)
+        return batch
+
+    async def play(env: Any, request: Any, run: Any) -> Any:
+        played.append(request)
+        return await play_one(env, request, run)
+
+    monkeypatch.setattr(RolloutPrefetcher, "batch_request", batch_request)
+    monkeypatch.setattr(environment, "play", play)
+    make_trainer(tiny_world.single_turn(), max_steps=1).train()
+    assert len(played) >= 4
+    assert {id(request) for request in played} == {id(request) for request in planned}
 
 
 @pytest.mark.slow

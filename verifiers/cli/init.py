@@ -44,7 +44,7 @@ def parser() -> CommandParser:
         "--model",
         choices=("tiny", "smollm2"),
         help="make this model instead: tiny has 0.3 M parameters and takes about a minute; smollm2 is "
-        "SmolLM2-135M-Instruct, from a package on PyPI (needs gguf)",
+        "SmolLM2-135M-Instruct, from a package on PyPI",
     )
     add(
         "-p",

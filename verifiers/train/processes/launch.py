@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.installation import SERVERS, install_hint
@@ -62,7 +62,14 @@ def share_cores(*, overlaps: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def launched_server(
+def launched_server(name: str, model: str, **options: Any) -> Iterator[str]:
+    """Start a server as `starting_server` does, give its base URL once it listens, and stop it on the way out."""
+    with starting_server(name, model, **options) as url:
+        yield url()
+
+
+@contextlib.contextmanager
+def starting_server(
     name: str,
     model: str,
     *,
@@ -70,12 +77,15 @@ def launched_server(
     start_timeout_s: float = 180.0,
     log_path: str | Path | None = None,
     python: str | None = None,
-) -> Iterator[str]:
-    """Start a server on a free loopback port, give its base URL, and stop it on the way out.
+) -> Iterator[Callable[[], str]]:
+    """Start a server on a free loopback port, and stop it on the way out.
+
+    Gives a function that waits until the server listens, and returns its base URL; before it is called there is time
+    for other work.
 
     Args:
         name: of an installed server, e.g. "embedded" or "vllm".
-        start_timeout_s: how long it may take until it listens.
+        start_timeout_s: how long it may take until it listens, from when its URL is asked for.
         log_path: where its output goes; a temporary file when left out.
         python: the interpreter that has the server installed, where that is another environment than this one;
             the environment variable VERIFIERS_<NAME>_PYTHON when left out, else this interpreter.
@@ -96,8 +106,7 @@ def launched_server(
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
         within_s = _END_AFTER_FAILURE_S
         try:
-            port = _wait_for_port(name, process, port_file, log, start_timeout_s)
-            yield f"http://127.0.0.1:{port}/v1"
+            yield lambda: f"http://127.0.0.1:{_wait_for_port(name, process, port_file, log, start_timeout_s)}/v1"
             within_s = _END_S
         finally:
             _stop(process, within_s)
