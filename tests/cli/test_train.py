@@ -1,13 +1,15 @@
-"""vf-train: everything is checked before anything is started, and a mistake is one sentence."""
+"""vf-train: everything is checked before the server is waited for, and a mistake is one sentence."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -188,19 +190,27 @@ def test_a_mistake_in_the_file_is_one_sentence_and_exit_code_2(
 
 
 @pytest.mark.parametrize("setting", ['output_dir = "run.toml/below"', 'report_to = "tensorbord"'])
-def test_what_would_end_the_run_is_told_before_the_server_is_started(
+def test_what_would_end_the_run_is_told_without_waiting_for_the_server(
     run_file: Path, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def started(*_: object, **__: object) -> None:
-        raise AssertionError("the server was started")
+    lives: list[str] = []
 
-    monkeypatch.setattr("verifiers.train.processes.launch.starting_server", started)
+    @contextlib.contextmanager
+    def starting(*_: object, **__: object) -> Iterator[Callable[[], str]]:
+        lives.append("begins")
+        try:
+            yield lambda: pytest.fail("the server was waited for")
+        finally:
+            lives.append("ends")
+
+    monkeypatch.setattr("verifiers.train.processes.launch.starting_server", starting)
     text = replaced("max_steps = 3", f"max_steps = 3\n{setting}") + '[server]\nlaunch = "embedded"\n'
     run_file.write_text(text)
     before = sorted(path.name for path in Path().iterdir())
     assert main([str(run_file)]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert sorted(path.name for path in Path().iterdir()) == before
+    assert lives == ["begins", "ends"]
 
 
 def test_the_same_command_resumes_and_fresh_starts_again(
@@ -264,11 +274,11 @@ def test_a_checkpoint_that_does_not_fit_is_told_before_anything_is_loaded(
     )
 
 
-def test_a_model_that_is_nowhere_is_one_sentence_before_the_server_is_started(
+def test_a_model_that_is_nowhere_is_one_sentence_whatever_the_server_says(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    text = replaced('"start"', '"nobody/this-model"') + '[server]\nlaunch = "vllm"\n'
+    text = replaced('"start"', '"nobody/this-model"') + '[server]\nlaunch = "embedded"\n'
     run_file.write_text(text)
     assert main([str(run_file)]) == 2
     (sentence,) = capsys.readouterr().err.strip().splitlines()

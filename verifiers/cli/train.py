@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,22 +67,55 @@ def train(
     run = load_run_file(run_file)
     if server_url:
         run = run.with_servers(server_url)
-    from verifiers.train.checkpoint.checkpoint import model_name
-    from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
-    from verifiers.train.config import GRPOConfig, lora_defaults
-    from verifiers.train.models import check_model_exists, check_model_path
-    from verifiers.train.processes.distributed import Ranks
-    from verifiers.train.processes.launch import installed_servers
-    from verifiers.train.run_plan import plan_run
+    from verifiers.train.models import check_model_path
 
     check_model_path(run.model.path, adds_adapter=run.lora is not None)
     if run.teacher is not None and run.teacher.path is not None:
         check_model_path(run.teacher.path)
+    starts = not dry_run and os.environ.get("RANK", "0") == "0"
+    with contextlib.ExitStack() as servers:
+        # beside the imports, which take as long; where the run is refused they end
+        urls = _start_servers(run, servers) if starts else {}
+        return _train(run, Path(run_file), servers, urls, dry_run=dry_run, fresh=fresh)
+
+
+def _start_servers(run: RunFile, stack: contextlib.ExitStack) -> dict[str, Callable[[], str]]:
+    """Start the servers that a run file wants, and return by setting what waits for the URL of each."""
+    from verifiers.train.processes.launch import starting_server
+
+    start = functools.partial(starting_server, start_timeout_s=run.server.start_timeout)
+    urls = {}
+    if run.server.launch is not None:
+        server = start(run.server.launch, run.model.path, args=run.server.args)
+        urls["server_url"] = stack.enter_context(server)
+    if run.teacher is not None and run.teacher.path is not None:
+        urls["teacher_url"] = stack.enter_context(start("embedded", run.teacher.path))
+    return urls
+
+
+def _train(
+    run: RunFile,
+    run_file: Path,
+    servers: contextlib.ExitStack,
+    urls: Mapping[str, Callable[[], str]],
+    *,
+    dry_run: bool,
+    fresh: bool,
+) -> int:
+    from verifiers.errors import ConfigError
+    from verifiers.train.checkpoint.checkpoint import model_name
+    from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
+    from verifiers.train.config import GRPOConfig, lora_defaults
+    from verifiers.train.models import check_model_exists
+    from verifiers.train.processes.distributed import Ranks
+    from verifiers.train.processes.launch import installed_servers, share_cores
+    from verifiers.train.run_plan import plan_run
+
     known = {"embedded", "vllm", *installed_servers()}
     if run.server.launch is not None and run.server.launch not in known:
         raise ConfigError(f"{run_file}: [server] launch is {run.server.launch!r}; give one of {sorted(known)}.")
     # an environment that is not installed may stand beside the run file
-    sys.path.insert(0, str(Path(run_file).resolve().parent))
+    sys.path.insert(0, str(run_file.resolve().parent))
     env = load_environments(run)
     eval_env = load_eval_environments(run)
     try:
@@ -110,23 +143,14 @@ def train(
     check_model_exists(run.model.path, config.model_init_kwargs)
 
     from verifiers.train.evaluation.storage import evaluation_lines
-    from verifiers.train.processes.launch import share_cores, starting_server
+    from verifiers.train.trainer import GRPOTrainer
 
     hide_library_bars()
     with contextlib.ExitStack() as stack:
         # left last: a server does not wait for it
         evaluated = eval_env.values() if isinstance(eval_env, dict) else [eval_env]
         stack.enter_context(_teardown_on_exit([env, *(one for one in evaluated if one is not None)]))
-        start = functools.partial(starting_server, start_timeout_s=run.server.start_timeout)
-        urls = {}
-        if run.server.launch is not None and is_rank_0:
-            server = start(run.server.launch, run.model.path, args=run.server.args)
-            urls["server_url"] = stack.enter_context(server)
-        if run.teacher is not None and run.teacher.path is not None and is_rank_0:
-            urls["teacher_url"] = stack.enter_context(start("embedded", run.teacher.path))
-        # this takes as long as a server's start, beside it
-        from verifiers.train.trainer import GRPOTrainer
-
+        stack.enter_context(servers.pop_all())
         for name, url in urls.items():
             setattr(config, name, url())
         overlaps = config.shared_device == "cores" and config.num_batches_ahead > 0
