@@ -128,13 +128,11 @@ def run(policy: Path, url: str, seconds: float, steps: int, **settings: Any) -> 
     class Paced(GRPOTrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             # what the micro-step waits for is not training
-            prefetcher, loop = self.session.prefetcher, self.data_loop
-            assert prefetcher is not None
-            waited_before = sum(prefetcher.seconds.values())
-            block_before, started = loop._block_id, time.perf_counter()
+            self.timer.take()
+            started = time.perf_counter()
             loss = super().training_step(model, inputs, num_items_in_batch)
-            spent = time.perf_counter() - started
-            waited = sum(prefetcher.seconds.values()) - (waited_before if loop._block_id == block_before else 0.0)
+            spent, uses = time.perf_counter() - started, self.timer.take()
+            waited = sum(uses[stage].seconds for stage in ("wait", "sync") if stage in uses)
             time.sleep(max(0.0, seconds / MICRO_STEPS - (spent - waited)))
             return loss
 

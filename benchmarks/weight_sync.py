@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from verifiers.train.processes.launch import launched_server
-from verifiers.train.weight_sync import DirectorySync, LoraSync
+from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 
 os.environ.setdefault("VERIFIERS_VLLM_PYTHON", str(Path(__file__).parents[1] / ".venv-vllm/bin/python"))
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

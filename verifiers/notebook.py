@@ -157,14 +157,16 @@ def as_text(value: Any) -> str:
             text = json.dumps(finite(value), ensure_ascii=False, indent=1, default=str)
         except RecursionError:
             text = "[nested too deeply to be shown]"
-    return cut_in_the_middle(text, MOST_CHARACTERS)
+    return shortened(text, MOST_CHARACTERS)
 
 
-def cut_in_the_middle(text: str, most: int) -> str:
-    if len(text) <= most:
+def shortened(text: str, max_chars: int) -> str:
+    """Return the text, or its beginning and its end with a mark between them that says how much is missing."""
+    if len(text) <= max_chars:
         return text
-    half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are left out here ...]\n{text[-half:]}"
+    head = max_chars // 2
+    tail = max_chars - head
+    return f"{text[:head]}\n[... {len(text) - max_chars:,} characters left out ...]\n{text[len(text) - tail :]}"
 
 
 def finite(value: Any) -> Any:

@@ -440,9 +440,17 @@ class Failure:
         return f"{self.kind}: {self.text}"
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        # asked by `from ... import`
-        raise AttributeError(name)
-    # by name: an import would run upwards
-    return importlib.import_module("verifiers.classic.import_paths").classic_name(__name__, name)
+def names_of_classic(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module in which `verifiers.classic` has further names."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            # asked by `from ... import`
+            raise AttributeError(name)
+        # by name: an import would run upwards
+        return importlib.import_module("verifiers.classic.import_paths").classic_name(module, name)
+
+    return get
+
+
+__getattr__ = names_of_classic(__name__)

@@ -138,15 +138,18 @@ def test_a_signal_ends_an_evaluation_whose_event_loop_is_blocked(results: Any) -
     assert {row["example_id"] for row in results.rows} == {0, 1}
 
 
-def test_an_evaluation_starts_nothing_that_only_watches_and_ends_at_once_by_a_signal(results: Any) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["SIGTERM", "SIGHUP"])
+def test_an_evaluation_starts_nothing_that_only_watches_and_ends_at_once_by_a_signal(
+    results: Any, number: signal.Signals, code: int
+) -> None:
     run = Blocked("waits", 3600.0)
     assert psutil.Process(run.process.pid).children() == []
     # those that reward functions and libraries use are no watchers
     used = ("MainThread", "asyncio_", "verifiers-reward function", "ThreadPoolExecutor", "tqdm_monitor")
     assert [name for name in Path("threads").read_text().splitlines() if not name.startswith(used)] == []
     began = time.monotonic()
-    run.signal(signal.SIGTERM)
-    assert run.end()[0] == 143
+    run.signal(number)
+    assert run.end()[0] == code
     assert time.monotonic() - began < 10
     assert results.metadata["status"] == "stopped"
     assert {row["example_id"] for row in results.rows} == {0, 1}

@@ -269,8 +269,8 @@ def test_a_dataset_that_is_not_there_is_refused_when_the_run_is_planned() -> Non
 
 def test_a_block_larger_than_what_is_drawn_from_is_refused_when_the_run_is_planned() -> None:
     """Also where it is a later level that has too few rows."""
-    AdaptiveRows(levels(), IDS, lag=0).check_blocks(20)
+    AdaptiveRows(levels(), IDS, lag=0).policy.check_block(20)
     with pytest.raises(ConfigError, match="a block takes 21 different rows of level 'middle', which has 20"):
-        AdaptiveRows(levels(), IDS, lag=0).check_blocks(21)
+        AdaptiveRows(levels(), IDS, lag=0).policy.check_block(21)
     with pytest.raises(ConfigError, match="a block takes 91 different prompts, and the pools hold 90"):
-        AdaptiveRows(PoolsPolicy(), IDS, lag=0).check_blocks(91)
+        AdaptiveRows(PoolsPolicy(), IDS, lag=0).policy.check_block(91)

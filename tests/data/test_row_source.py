@@ -40,11 +40,11 @@ def trained_rows(plan: BatchPlan, step: int) -> list[int]:
     """Return the example ids of the completions behind an optimizer step, over all micro-steps and ranks."""
     found = []
     for micro_step in range(plan.gradient_accumulation_steps):
-        at = plan.position(step, micro_step)
-        rows = [example_id for example_id, _ in plan.requests(at.block_id)]
-        order = plan.shuffle_order(at.block_id, plan.completions_per_block)
+        block_id, in_block = plan.position(step, micro_step)
+        rows = [example_id for example_id, _ in plan.requests(block_id)]
+        order = plan.shuffle_order(block_id, plan.completions_per_block)
         size = plan.completions_per_micro_step
-        found += [rows[place] for place in order[at.micro_step * size : (at.micro_step + 1) * size]]
+        found += [rows[place] for place in order[in_block * size : (in_block + 1) * size]]
     return found
 
 
@@ -97,7 +97,9 @@ def test_a_stage_that_would_get_no_block_is_refused_with_a_step_that_gives_it_on
     plan = plan_with(None, steps_per_generation=4)
 
     def check(*until: int) -> None:
-        staged(*until).check_blocks(plan.blocks, plan.prompts_per_block, plan.updates_per_block)
+        source = staged(*until)
+        sizes = (plan.blocks, plan.prompts_per_block, plan.updates_per_block)
+        source.curriculum.check_blocks(source.sizes, *sizes)
 
     with pytest.raises(
         ConfigError, match=r"stage 's1' .* ends at optimizer step 7, inside the block .* end it at step 12"
@@ -132,9 +134,9 @@ def test_a_replacement_is_of_the_blocks_stage_and_none_of_its_own_prompts() -> N
 def test_blocks_that_want_more_rows_than_a_dataset_has_are_found_before_the_run() -> None:
     stages = (Stage("one", 3, (WeightedDataset("a"),)), Stage("two", None, (WeightedDataset("b"),)))
     source = StagedRows(Curriculum(stages), {"a": range(4), "b": range(4, 7)})
-    source.check_blocks(3, 4, 1)
+    source.curriculum.check_blocks(source.sizes, 3, 4, 1)
     with pytest.raises(ConfigError, match="block 3 takes 4 different rows of dataset 'b', which has 3"):
-        source.check_blocks(4, 4, 1)
+        source.curriculum.check_blocks(source.sizes, 4, 4, 1)
 
 
 def test_the_table_says_which_stage_holds_when_and_which_is_never_reached(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,8 +23,8 @@ import torch.distributed
 from accelerate import state
 
 from verifiers.train.config import lora_defaults
-from verifiers.train.weight_sync import LoraSync
 from verifiers.train.weight_sync.protocol import gathered_tensors, is_sharded
+from verifiers.train.weight_sync.shared_directory import LoraSync
 
 
 def shard_on_the_cpu() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.weight_sync import DirectorySync
+from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 
 def letters(body: dict[str, Any]) -> str:

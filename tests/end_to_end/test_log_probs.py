@@ -17,7 +17,8 @@ from verifiers.errors import ConfigError, WeightProbeError
 from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.weight_sync import DirectorySync, LoraSync, verification
+from verifiers.train.weight_sync import verification
+from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 
 TOLERANCE = 1e-4
 

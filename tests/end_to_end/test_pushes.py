@@ -21,7 +21,8 @@ from transformers import TrainerCallback
 from verifiers.errors import GenerationError
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import Turn
-from verifiers.train.weight_sync import DirectorySync, policy_tensors
+from verifiers.train.weight_sync.protocol import policy_tensors
+from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from verifiers.inference import server_pool
 from verifiers.inference.endpoint import Endpoint
 from verifiers.inference.server_pool import ServerPool, backend_for, credentials
 from verifiers.testing import FakeOpenAIServer
-from verifiers.train.weight_sync import DirectorySync
+from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 
 class Process:

@@ -18,7 +18,7 @@ from verifiers.cli.train import main
 from verifiers.errors import CheckpointError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.run_directory import ResumePoint, newest_complete, visible_checkpoint
+from verifiers.train.checkpoint.run_directory import newest_complete, visible_checkpoint
 
 Make = Callable[..., tiny_world.ObservedTrainer]
 
@@ -141,9 +141,9 @@ def test_going_on_where_all_steps_are_done_trains_nothing_and_ends_well(trainer_
 
 
 def test_a_rank_that_does_not_see_the_checkpoint_says_what_is_needed(tmp_path: Path) -> None:
-    point = ResumePoint(str(tmp_path / "host-0" / "checkpoint-2"), resumes=True, is_found=True)
+    checkpoint = str(tmp_path / "host-0" / "checkpoint-2")
     with pytest.raises(CheckpointError, match="output_dir must be on a file system that all hosts mount"):
-        visible_checkpoint(point, str(tmp_path / "host-1"), rank=1)
+        visible_checkpoint(checkpoint, 1, tmp_path / "host-1")
 
 
 ENVIRONMENT = """

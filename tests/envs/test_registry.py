@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from verifiers.envs import registry
-from verifiers.envs.registry import installed_environments, load_environment
+from verifiers.envs.registry import load_environment
 from verifiers.errors import ConfigError, EnvironmentLoadError, Error, UnknownEnvironmentError
 
 AddModule = Callable[[str, str], None]
@@ -68,6 +68,14 @@ def test_a_package_and_a_module_inside_one_are_found(add_module: AddModule) -> N
     assert found == [("spelling", 3, 0)] * 2
 
 
+def test_an_environment_is_called_what_it_was_loaded_as_unless_it_has_a_name(add_module: AddModule) -> None:
+    make = "def load_environment(name=''):\n    return vf.SingleTurnEnv(dataset=[{'prompt': 'a'}], env_id=name)"
+    add_module("my_first", f"import verifiers as vf\n{make}")
+    plain, named = load_environment("my-first"), load_environment("my-first", name="other")
+    assert (vars(plain)["env_id"], vars(plain)["env_args"]) == ("my-first", {})
+    assert (vars(named)["env_id"], vars(named)["env_args"]) == ("other", {"name": "other"})
+
+
 @pytest.mark.parametrize("env_id", ["counting", "my-counting", "my_counting"])
 def test_an_entry_point_comes_before_a_module_of_its_name(
     add_module: AddModule, declare: Callable[..., None], env_id: str
@@ -77,7 +85,6 @@ def test_an_entry_point_comes_before_a_module_of_its_name(
     declare(my_counting="elsewhere:make", counting="elsewhere")
     result: Any = load_environment(env_id)
     assert result == ("default" if env_id == "counting" else "entry point")
-    assert installed_environments() == ["counting", "my-counting"]
 
 
 def test_an_unknown_name_is_told_the_nearest_and_how_to_install(

@@ -45,7 +45,7 @@ async def test_the_policy_calls_the_tools_of_a_server(servers: Servers) -> None:
 
 
 async def test_a_failed_call_is_a_message_to_the_policy(servers: Servers) -> None:
-    env = environment(local(), error_formatter=lambda error: f"! {error}", max_result_chars=60)
+    env = environment(local(), error_formatter=lambda error: f"! {error}", max_result_chars=90)
     rollout = await play(
         env,
         calls(("fail", {})),
@@ -59,7 +59,7 @@ async def test_a_failed_call_is_a_message_to_the_policy(servers: Servers) -> Non
     assert failed.startswith("! Error executing tool fail")
     assert "validation error" in wrong
     assert unknown.startswith("! There is no tool 'nope'")
-    assert long == "x" * 60 + "\n[40 characters left out]"
+    assert long == "x" * 45 + "\n[... 10 characters left out ...]\n" + "x" * 45
     assert right == "2"
     await env.close_servers()
 

@@ -229,7 +229,7 @@ async def test_a_message_over_the_size_limit_names_the_setting() -> None:
         assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
         assert "max_message_bytes=4096" in str(rollout.failure)
         cut = await play(environment(server, max_observation_chars=10), '{"guess": 1}')
-        assert said(cut)[-1] == "x" * 10 + "\n[4990 characters left out]"
+        assert said(cut)[-1] == "xxxxx\n[... 4,990 characters left out ...]\nxxxxx"
 
 
 @pytest.mark.parametrize("text", ['{"guess": 1e999}', '{"guess": "\\ud800"}', '{"guess": NaN}'])

@@ -117,7 +117,7 @@ def test_a_grade_is_waited_for_as_long_as_the_server_takes_and_no_less_than_othe
 
 
 def test_what_goes_over_the_wire_is_always_json_that_can_be_read() -> None:
-    assert completion_for_wire("a\ud800b") == "a?b"
+    assert json.loads(encoded({"completion": completion_for_wire("a\ud800b")})) == {"completion": "a?b"}
     message = {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [object()]}
     assert completion_for_wire([message, {"role": "tool", "tool_call_id": "1", "content": "out"}]) == [
         {"role": "assistant", "content": ""},

@@ -97,6 +97,8 @@ def test_what_speaks_against_a_rising_reward_is_named(found: str, run: History, 
         # the same answer again and again is no long text, and texts may repeat what they always did
         (history(), [sample("so it is " * 20, 0.9)] * 30),
         (history(**{SHARE: line(0.6, 0.6)}), GOOD),
+        # right answers may be the same: held-out prompts have them too
+        (history(evals=RISING, **{SHARE: line(0.0, 0.6)}), []),
         # the reward does not rise, or nobody can tell yet
         (history(reward=line(0.5, 0.5), evals=FLAT), []),
         (history(LEAST_POINTS - 1, evals=FLAT), []),

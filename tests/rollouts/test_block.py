@@ -100,11 +100,6 @@ def test_a_failed_rollout_is_run_again_and_its_attempts_are_counted() -> None:
     assert env.begun.count((0, 4, 1)) == 3
 
 
-def test_fewer_than_no_retries_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rollout_retries is -1"):
-        GroupPolicy(retries=-1)
-
-
 # -- blocks in flight together --------------------------------------------------------------------------------------
 
 

@@ -186,7 +186,7 @@ class ScriptedPool:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> ScriptedPool:
     pool = ScriptedPool(*answers)
-    monkeypatch.setattr("verifiers.rubrics.math_equality._pool", lambda: pool)
+    monkeypatch.setattr("verifiers.rubrics.math_equality._POOL", pool)
     return pool
 
 

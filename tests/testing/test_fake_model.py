@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 import verifiers as vf
-from verifiers.evals.evaluation_run import LoopLag, iter_requests
+from verifiers.evals.evaluation_run import EvaluationRun, LoopLag, iter_requests
+from verifiers.evals.results import RolloutResults
 from verifiers.inference.limiter import Limiter
+from verifiers.log import Redactor
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import judge_yes_no
 from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, answer_as_judge, fake_value, play_judges
@@ -199,10 +203,15 @@ def test_a_verdict_has_the_form_that_the_prompt_asks_for(prompt: str, verdicts: 
     assert answer_as_judge(body, 3) == answer_as_judge(body, 3)
 
 
-def test_a_lag_is_told_only_where_it_distorts() -> None:
+def test_a_lag_is_told_only_where_it_distorts(tmp_path: Path) -> None:
+    def run_of(generation_ms: float) -> EvaluationRun:
+        results = RolloutResults([{"example_id": 0, "generation_ms": generation_ms}])
+        return EvaluationRun(tmp_path, {}, 1, False, Redactor(()), results, lag=lag, ran=1)
+
     lag = LoopLag()
-    assert not lag.distorts(1.0)
+    assert not run_of(1.0).lag_distorts
     lag.late_ms.extend([0.5] * 80 + [90.0] * 20)
     assert [lag.quantile_ms(share) for share in (0.5, 0.95, 1.0)] == [0.5, 90.0, 90.0]
-    assert lag.distorts(500.0)
-    assert not lag.distorts(5000.0)
+    assert run_of(500.0).lag_distorts
+    assert not run_of(5000.0).lag_distorts
+    assert not dataclasses.replace(run_of(500.0), ran=0).lag_distorts

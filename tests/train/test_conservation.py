@@ -167,8 +167,8 @@ class Loop:
             stream: BlockStream | None = None
             for step in range(block * plan.updates_per_block, (block + 1) * plan.updates_per_block):
                 for micro in range(plan.gradient_accumulation_steps):
-                    place = plan.position(step, micro)
-                    assert place.block_id == block
+                    block_id, in_block = plan.position(step, micro)
+                    assert block_id == block
                     if stream is None and not batches:
                         self.prefetcher.begin(block, step)
                         if self.sizes.streaming:
@@ -176,11 +176,11 @@ class Loop:
                         else:
                             taken = self.prefetcher.take(block, step)
                             batches = self._finish(taken, build_training_block(taken, plan, self.args), step)
-                    if stream is not None and place.micro_step == len(batches):
+                    if stream is not None and in_block == len(batches):
                         batches.append(stream.next()[0])
                         if len(batches) == plan.steps_per_generation:
                             self._finish(*stream.finish(), block * plan.updates_per_block)
-                    self.done.rows.append((block, texts_in(batches[place.micro_step], plan.num_processes)))
+                    self.done.rows.append((block, texts_in(batches[in_block], plan.num_processes)))
 
     def _finish(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> list[Any]:
         self.done.records.append(block_record(block, step, trained.dropped))

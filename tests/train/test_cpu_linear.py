@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifiers.train.cpu_linear import turn_weights, use_onednn
+from verifiers.train.cpu_linear import fuse_gates, turn_weights, use_onednn
 
 
 @pytest.mark.parametrize("shape", [(1, 48), (3, 1, 48), (2, 70, 48)], ids=str)
@@ -35,6 +35,38 @@ def test_products_and_gradients_are_torchs_and_follow_new_weights(
             one(given).square().sum().backward()
             gradients.append([given.grad, *(parameter.grad for parameter in one.parameters())])
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+class Gated(torch.nn.Module):
+    """A feed-forward as most models have it."""
+
+    def __init__(self, act_fn: torch.nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = torch.nn.Linear(48, 33, bias=False), torch.nn.Linear(48, 33)
+        self.down_proj, self.act_fn = torch.nn.Linear(33, 48), act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("act_fn", "fused"), [(torch.nn.SiLU(), True), (torch.nn.GELU(), False)], ids=["silu", "gelu"]
+)
+def test_a_gated_feed_forward_is_fused_where_that_computes_the_same(act_fn: torch.nn.Module, fused: bool) -> None:
+    torch.manual_seed(0)
+    ours, plain = Gated(act_fn), Gated(act_fn)
+    use_onednn(ours)
+    turn_weights(ours)
+    fuse_gates(ours)
+    assert ("forward" in vars(ours)) is fused
+    with torch.no_grad():
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            mine.copy_(theirs.normal_())
+    given = torch.randn(2, 7, 48)
+    for computes in (torch.inference_mode, torch.enable_grad):
+        with computes():
+            torch.testing.assert_close(ours(given), plain(given), rtol=1e-5, atol=1e-4)
 
 
 def test_weights_that_are_read_by_row_too_are_not_turned() -> None:

@@ -113,7 +113,7 @@ def test_an_answer_in_tokens_has_ids_log_probs_and_versions(server: vllm_world.S
 
 def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> None:
     from verifiers.inference.server_client import ServerClient
-    from verifiers.train.weight_sync import LoraSync
+    from verifiers.train.weight_sync.shared_directory import LoraSync
     from verifiers.train.weight_sync.verification import check_capabilities, read_capabilities
 
     client = ServerClient(server.url)

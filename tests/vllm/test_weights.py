@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from verifiers.inference.server_client import RefusedError, ServerClient
 from verifiers.inference.server_pool import WeightUpdate
-from verifiers.train.weight_sync import DirectorySync
+from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 PROMPT = [7, 3, 11, 2, 5, 19, 8]
 Weights = dict[str, torch.Tensor]

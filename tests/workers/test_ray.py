@@ -146,11 +146,12 @@ async def test_a_cluster_that_is_not_there_is_a_sentence(new_engine: Callable[..
 
 
 async def test_a_worker_without_room_is_waited_for_until_its_deadline(
-    spots: list[Any], new_engine: Callable[..., Any]
+    spots: list[Any], new_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, _ = world.workers_of(world.one_turn, new_engine(resources={"spot": 1.0}))
     await run(holder)
-    late, _ = world.workers_of(world.one_turn, new_engine(1, resources={"spot": 1.0}, pending_s=1.0))
+    monkeypatch.setattr("verifiers.workers.ray_engine._PENDING_S", 1.0)
+    late, _ = world.workers_of(world.one_turn, new_engine(1, resources={"spot": 1.0}))
     with pytest.raises(ConfigError, match=r"no node of the Ray cluster had 1 CPU, 1 spot free within 1 s"):
         await run(late)
 

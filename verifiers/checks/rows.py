@@ -164,7 +164,8 @@ def _trained_on(training: list[Fields], evaluated: list[Fields]) -> Iterator[Che
         )
         mend = "take them out of one of the two sets."
         yield CheckFinding("eval-trained-on", "error", named_rows(exact, "eval row"), text, mend)
-    near = _near(training, {place: row for place, row in enumerate(evaluated) if place not in set(exact)})
+    known = set(exact)
+    near = _near(training, {place: row for place, row in enumerate(evaluated) if place not in known})
     if near:
         place, share = max(near.items(), key=lambda item: item[1])
         text = (

@@ -21,7 +21,7 @@ from verifiers.classic.rubrics import scores_by_columns
 from verifiers.concurrency import gather_owned
 from verifiers.data.sampler import Shard
 from verifiers.envs.datasets import row_fields
-from verifiers.envs.environment import is_state_call, offered_tools
+from verifiers.envs.environment import CLASSIC_METHODS, PRESENT_FIRST, is_state_call, offered_tools
 from verifiers.envs.lifecycle import marked_methods, maybe_await, teardown_at_exit
 from verifiers.envs.multiturn_env import add_response, begin_turns, change, tools_of_info
 from verifiers.envs.tools import openai_tools
@@ -478,12 +478,7 @@ def conversation_of(state: State) -> Any:
 
 # -- methods that are written for 0.1.x ------------------------------------------------------------------------------
 
-STEPS = frozenset(
-    {
-        "add_model_response", "add_trajectory_step", "get_prompt_messages", "max_turns_reached", "prompt_too_long",
-        "render_completion",
-    }
-)  # fmt: skip
+STEPS = CLASSIC_METHODS - PRESENT_FIRST.keys() - {"init_state", "rollout"}
 
 
 def adapt(cls: Any, methods: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -156,6 +155,3 @@ def _p(comparison: Comparison) -> str:
 
 
 main = Command(parser, compare)
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -63,6 +63,11 @@ def add_timeouts(add: AddFlag, what: str) -> None:
     )
 
 
+def add_grading_timeout(add: AddFlag) -> None:
+    told = "deadline for one prompt's rollouts, seconds"
+    add("--grading-timeout", type=float, default=120.0, metavar="S", help=told)
+
+
 def add_sampling_group(parser: CommandParser, owner: str) -> AddFlag:
     """Add the flags of sampling, whose defaults are the owner's, and return what adds more to their group."""
     add = parser.group("sampling")

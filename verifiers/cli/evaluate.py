@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.endpoint import (
     add_endpoint_group,
+    add_grading_timeout,
     add_sampling_group,
     add_timeouts,
     attempt_timeout_s,
@@ -91,13 +92,7 @@ def parser() -> CommandParser:
         help="'processes' plays environments in worker processes, 'ray' in a Ray cluster; N workers",
     )
     add_timeouts(add, "rollout")
-    add(
-        "--grading-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="deadline for one prompt's rollouts, seconds",
-    )
+    add_grading_timeout(add)
     add = add_sampling_group(parser, "environment")
     add("--seed", type=int, metavar="N", help="derive each rollout's sampling seed from this number (default: none)")
     add = parser.group("results")

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import string
 import subprocess
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,6 +252,3 @@ def _items(values: Sequence[Any], indent: int) -> str:
 
 
 main = Command(parser, launch)
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,8 +13,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from verifiers.cli.main import DONE, Command, CommandParser
-
-ENTRY_POINT_GROUP = "verifiers.environments"
+from verifiers.envs.registry import ENTRY_POINT_GROUP
 
 _NEEDS_VERIFIERS = re.compile(r"verifiers(?![\w.-])", re.IGNORECASE)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from typing import TYPE_CHECKING
 
+from verifiers.cli.endpoint import add_grading_timeout
 from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable
 from verifiers.errors import ConfigError
 from verifiers.monitoring.number_text import rounded
@@ -33,13 +33,7 @@ def parser() -> CommandParser:
     add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
     add = parser.group("limits")
     add("-c", "--max-concurrent", type=int, default=64, metavar="N", help="prompts graded at once")
-    add(
-        "--grading-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="deadline for one prompt's rollouts, seconds",
-    )
+    add_grading_timeout(add)
     add = parser.group("output")
     add("--json", action="store_true", help="print the result as one line of JSON")
     return parser
@@ -118,6 +112,3 @@ def _show(args: argparse.Namespace, done: Regraded) -> None:
 
 
 main = Command(parser, regrade_run)
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 
 from verifiers.cli.main import Command, CommandParser, json_object, make_importable, tell
 from verifiers.errors import ConfigError
@@ -65,6 +64,3 @@ def serve(args: argparse.Namespace) -> int:
 
 
 main = Command(parser, serve)
-
-if __name__ == "__main__":
-    sys.exit(main())

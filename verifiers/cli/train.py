@@ -255,11 +255,7 @@ def _teardown_on_exit(envs: Sequence[Environment]) -> Iterator[None]:
 def _loaded(table: EnvironmentTable) -> Environment:
     from verifiers.envs.registry import load_environment
 
-    env: Any = load_environment(table.id, **table.args)
-    # stored evaluations say what they are of
-    env.env_id, env.env_args = table.id, dict(table.args)
-    loaded: Environment = env
-    return loaded
+    return load_environment(table.id, **table.args)
 
 
 main = Command(parser, _start)

@@ -89,9 +89,6 @@ class AdaptiveRows:
     def until_steps(self) -> tuple[int, ...]:
         return ()
 
-    def check_blocks(self, prompts_per_block: int) -> None:
-        self.policy.check_block(prompts_per_block)
-
     def example_ids(self, block: PlannedBlock) -> list[int]:
         known = self._drawn.get(block.block_id)
         if known is None:

@@ -20,15 +20,6 @@ from verifiers.data.sampler import RepeatSampler, check_size
 from verifiers.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A place in the training run: the pass over a block, and the micro-step of that pass, all from 0."""
-
-    block_id: int
-    iteration: int
-    micro_step: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """The sizes of a training run and everything that follows from them; build it with `make_plan`.
@@ -171,31 +162,14 @@ class BatchPlan:
         random.Random(f"{self.seed}:rows:{block_id}").shuffle(order)
         return order
 
-    def position(self, optimizer_step: int, micro_step: int = 0) -> Position:
-        """Return where training stands at a micro-step after `optimizer_step` optimizer steps."""
-        check_size("optimizer_step", optimizer_step, 0)
-        check_size("micro_step", micro_step, 0)
-        if micro_step >= self.gradient_accumulation_steps:
-            raise ConfigError(
-                f"micro_step is {micro_step}, but an optimizer step has only "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} micro-steps, counted from 0."
-            )
-        block_id, update_in_block = divmod(optimizer_step, self.updates_per_block)
-        micro_step_in_block = update_in_block * self.gradient_accumulation_steps + micro_step
-        iteration, micro_batch = divmod(micro_step_in_block, self.steps_per_generation)
-        return Position(block_id, iteration, micro_batch)
+    def position(self, optimizer_step: int, micro_step: int = 0) -> tuple[int, int]:
+        """Return the block that is trained after `optimizer_step` optimizer steps, and which micro-step of it."""
+        block_id, update = divmod(optimizer_step, self.updates_per_block)
+        return block_id, (update * self.gradient_accumulation_steps + micro_step) % self.steps_per_generation
 
     def first_block_after(self, optimizer_step: int) -> int:
-        """Return the block that a run resumed at `optimizer_step` begins with; refuse a step inside a block."""
-        check_size("optimizer_step", optimizer_step, 0)
-        block_id, inside = divmod(optimizer_step, self.updates_per_block)
-        if inside:
-            before = block_id * self.updates_per_block
-            raise ConfigError(
-                f"optimizer step {optimizer_step} lies inside block {block_id}, whose updates_per_block is "
-                f"{self.updates_per_block}: resume at step {before} or {before + self.updates_per_block}."
-            )
-        return block_id
+        """Return the block that a run resumed at `optimizer_step`, which lies between blocks, begins with."""
+        return optimizer_step // self.updates_per_block
 
     def describe(self) -> str:
         """Return the plan as a table for a person, without a trailing newline."""

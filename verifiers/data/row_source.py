@@ -134,10 +134,6 @@ class StagedRows:
                 found.append(rows.pop())
         return found
 
-    def check_blocks(self, blocks: int, prompts_per_block: int, updates_per_block: int) -> None:
-        """Refuse what `Curriculum.check_blocks` refuses, of these datasets."""
-        self.curriculum.check_blocks(self.sizes, blocks, prompts_per_block, updates_per_block)
-
     def stage_name(self, optimizer_step: int) -> str:
         return self.curriculum.stage_at(optimizer_step).name
 

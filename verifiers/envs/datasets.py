@@ -6,7 +6,7 @@ import contextlib
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
@@ -259,13 +259,19 @@ def _is_uniform(values: Sequence[Any]) -> bool:
 
 
 def _map(table: Dataset, function: Any) -> Dataset:
+    with without_bars():
+        return table.map(function, batched=True, with_indices=True)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Show no progress bars, noise for what takes a moment; the switch of the process is put back as it was."""
     import datasets
 
-    # a bar for what takes a moment is noise, and a switch that is set for the process is put back as it was
     shown = datasets.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     try:
-        return table.map(function, batched=True, with_indices=True)
+        yield
     finally:
         if shown:
             datasets.enable_progress_bars()

@@ -108,20 +108,6 @@ def _parameters(method: Any) -> list[str]:
         return []
 
 
-def names_of_classic(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module in which `verifiers.classic` has further names."""
-
-    def get(name: str) -> Any:
-        if name.startswith("__"):
-            # asked by `from ... import`
-            raise AttributeError(name)
-        from verifiers.classic.import_paths import classic_name
-
-        return classic_name(module, name)
-
-    return get
-
-
 class _ClassicCall:
     """A method of `verifiers.classic.environments.ClassicCalls`."""
 

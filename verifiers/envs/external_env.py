@@ -7,7 +7,7 @@ import itertools
 import math
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -34,24 +34,33 @@ class _Take(BaseModel):
 _TAKE = TypeAdapter(_Take)
 
 
-class PostedReward(Rubric):
-    """The reward and the metrics that were posted for a session; a session without a reward is a failed grade."""
+class ReportedRubric(Rubric):
+    """A reward that was reported from outside and stands in the state, beside it the metrics that were."""
 
-    def __init__(self) -> None:
-        super().__init__(funcs=[posted_reward])
+    def __init__(
+        self, reward: Callable[[State], Awaitable[float]], metrics: Callable[[State], Mapping[str, float]]
+    ) -> None:
+        super().__init__(funcs=[reward])
+        self._reported = metrics
 
     async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
         scores = await super().score_states(states)
         for state, score in zip(states, scores, strict=True):
-            score["metrics"] = {**state.get("posted_metrics", {}), **score["metrics"]}
+            score["metrics"] = {**self._reported(state), **score["metrics"]}
         return scores
 
 
 async def posted_reward(state: State) -> float:
+    """Return the reward that was posted for a session; one without a reward is a failed grade."""
     reward = state.get("posted_reward")
     if reward is None:
         raise GradingError("the session was ended without a reward; post one to /sessions/{id}/reward or /end.")
     return float(reward)
+
+
+def _posted_metrics(state: State) -> dict[str, float]:
+    metrics: dict[str, float] = state.get("posted_metrics", {})
+    return metrics
 
 
 class ExternalEnv(GatewayEnv):
@@ -64,7 +73,7 @@ class ExternalEnv(GatewayEnv):
     Args:
         host: address on which the gateway listens.
         port: of the gateway; 0 for a free one.
-        **kwargs: as `AgentEnv`, without `run`. The rubric is `PostedReward` where none is given.
+        **kwargs: as `AgentEnv`, without `run`. Where no rubric is given, it is that of posted rewards.
 
     The admin key is the value of VF_GATEWAY_KEY; where that is not set, one is made and printed to standard error.
     """
@@ -73,7 +82,7 @@ class ExternalEnv(GatewayEnv):
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 8100, **kwargs: Unpack[AgentOptions]) -> None:
         if kwargs.get("rubric") is None:
-            kwargs["rubric"] = PostedReward()
+            kwargs["rubric"] = ReportedRubric(posted_reward, _posted_metrics)
         super().__init__(**kwargs)
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port!r}; give a number from 0 to 65535.")

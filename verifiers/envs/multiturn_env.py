@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from verifiers.envs.environment import Environment, EnvironmentOptions, OfferedTools, by_state, names_of_classic
+from verifiers.envs.environment import Environment, EnvironmentOptions, OfferedTools, by_state
 from verifiers.envs.lifecycle import marked_methods, maybe_await
 from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.inference.wire import assistant_message
-from verifiers.types import Messages, MessageType, ModelResponse, State, joined
+from verifiers.types import Messages, MessageType, ModelResponse, State, joined, names_of_classic
 
 
 class TurnCount(int):

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verifiers.errors import ConfigError, EnvironmentLoadError, UnknownEnvironmentError
 from verifiers.installation import EXTRAS, install_hint
@@ -55,7 +55,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         make = _find_factory(env_id)
     _check_arguments(env_id, make, env_args)
     try:
-        env = make(**env_args)
+        env: Any = make(**env_args)
     except ConfigError:
         raise
     except Exception as error:
@@ -64,12 +64,17 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         ) from error
     if env is None:
         raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
-    return env
+    _name(env, env_id, env_args)
+    return cast("Environment", env)
 
 
-def installed_environments() -> list[str]:
-    """Return the names of the environments that installed packages declare by entry point, sorted."""
-    return sorted({entry.name for entry in _entry_points()})
+def _name(env: Any, env_id: str, env_args: dict[str, Any]) -> None:
+    """Let an environment that has no name of its own say in what is stored of it where it came from."""
+    from verifiers.envs.environment import Environment
+
+    if isinstance(env, Environment):
+        own = vars(env)
+        own["env_id"], own["env_args"] = own.get("env_id") or env_id, own.get("env_args") or dict(env_args)
 
 
 def _entry_points() -> Iterable[EntryPoint]:
@@ -195,7 +200,7 @@ def _check_arguments(env_id: str, factory: Callable[..., Any], env_args: dict[st
 
 def _unknown_message(env_id: str) -> str:
     name = _module_name(env_id)
-    declared = {_module_name(entry): entry for entry in installed_environments()}
+    declared = {_module_name(name): name for name in sorted(entry.name for entry in _entry_points())}
     near = [declared[match] for match in difflib.get_close_matches(name, declared, n=3)]
     near += [match for match in _near_modules(name) if _module_name(match) not in declared]
     nearest = f"the nearest are {', '.join(map(repr, near[:3]))}" if near else "none has a name like it"

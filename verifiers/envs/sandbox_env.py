@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
-from verifiers.envs.environment import names_of_classic
 from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
 from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox.python_repl import PythonInterpreter
 from verifiers.sandbox.spec import RunResult, Sandbox, SandboxSpec
-from verifiers.types import Messages, Record, State
+from verifiers.types import Messages, Record, State, names_of_classic
 
 _IDLE_COMMAND = "tail -f /dev/null"
 
@@ -115,10 +114,7 @@ class SandboxEnv(StatefulToolEnv):
         self.spec = _with_image(dataclasses.replace(spec or SandboxSpec(), **given), docker_image)
         self.timeout_per_command_s = timeout_per_command_s or timeout_per_command_seconds or 30.0
         self.max_output_chars = max_output_chars
-        self.sandbox_name = sandbox_name
         self.start_command = start_command
-        self.cpu_cores = cpu_cores
-        self.timeout_minutes = timeout_minutes
         self.labels = list(labels or ())
         self._slots: dict[str, _Slot] = {}
         self.sandbox_client = SandboxClient(self)
@@ -285,13 +281,7 @@ class SandboxEnv(StatefulToolEnv):
         slot = self._slots.pop(sandbox_id, None)
         if slot is None or slot.sandbox is None:
             return
-        closing = asyncio.ensure_future(slot.sandbox.close())
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            # cancelled once more: the processes in it must go nevertheless
-            await closing
-            raise
+        await slot.sandbox.close()
 
 
 def _bytes(gigabytes: float | None) -> int | None:

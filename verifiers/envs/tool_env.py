@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from verifiers.concurrency import gather_owned
-from verifiers.envs.environment import by_state, names_of_classic
+from verifiers.envs.environment import by_state
 from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.envs.tools import (
@@ -21,8 +21,9 @@ from verifiers.envs.tools import (
     tool_name,
 )
 from verifiers.errors import ConfigError, ToolCallError, ToolError, ToolParseError
+from verifiers.notebook import shortened
 from verifiers.sandbox.spec import RunResult
-from verifiers.types import ChatMessage, Messages, State
+from verifiers.types import ChatMessage, Messages, State, names_of_classic
 
 # of the call that runs: `call_tool` is not given it, and overrides may make another message of the answer
 _state_of_call: ContextVar[State | None] = ContextVar("state_of_call", default=None)
@@ -244,15 +245,6 @@ class StatefulToolEnv(ToolEnv):
                 f"update_tool_args of {type(self).__name__} returned {updated!r:.80}; return the arguments as a dict."
             )
         return updated
-
-
-def shortened(text: str, max_chars: int) -> str:
-    """Return the text, or its beginning and its end with a mark between them that says how much is missing."""
-    if len(text) <= max_chars:
-        return text
-    head = max_chars // 2
-    tail = max_chars - head
-    return f"{text[:head]}\n[... {len(text) - max_chars:,} characters left out ...]\n{text[len(text) - tail :]}"
 
 
 def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verifiers.errors import ConfigError
+from verifiers.evals.evaluation_run import IDENTITY
 from verifiers.evals.results import Counts, RolloutResults
 from verifiers.evals.statistics import (
     Estimate,
@@ -67,18 +68,7 @@ Verdict = Literal["B is better", "A is better", "no difference shown", "too few 
 # Differences of prompts below this are ties: means of equal rewards may differ in the last digit.
 _TIE = 1e-9
 
-_SHOWN_SETTINGS = (
-    "env",
-    "env_version",
-    "env_source",
-    "env_args",
-    "model",
-    "base_url",
-    "sampling_args",
-    "num_examples",
-    "rollouts_per_example",
-    "shard",
-)
+_SHOWN_SETTINGS = (*(name for name in IDENTITY if name not in ("prompts", "seed")), "shard")
 
 
 @dataclass(frozen=True, slots=True)

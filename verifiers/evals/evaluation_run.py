@@ -192,11 +192,6 @@ class LoopLag:
         ordered = sorted(self.late_ms)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
-    def distorts(self, mean_generation_ms: float) -> bool:
-        """Return whether a common delay, 1 in 20, is over 20 ms and a tenth of a rollout's time."""
-        late_ms = self.quantile_ms(0.95)
-        return late_ms > 20 and late_ms > mean_generation_ms / 10
-
     @contextlib.asynccontextmanager
     async def measured(self) -> AsyncIterator[None]:
         task = asyncio.create_task(self._measure())
@@ -286,8 +281,12 @@ class EvaluationRun:
 
     @property
     def lag_distorts(self) -> bool:
-        """True where the event loop was so late that measured times are not the server's."""
-        return bool(self.ran) and self.lag.distorts(self.results.generation_s / len(self.results) * 1000)
+        """True where a common delay of the event loop, 1 in 20, is over 20 ms and a tenth of a rollout's time.
+
+        Measured times are not the server's then.
+        """
+        late_ms = self.lag.quantile_ms(0.95)
+        return bool(self.ran) and late_ms > max(20.0, self.results.generation_s / len(self.results) * 100)
 
     def require_scores(self) -> None:
         """Raise NothingScoredError, with the commonest cause, where no rollout got a reward."""

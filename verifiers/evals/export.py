@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from verifiers.envs.datasets import without_bars
 from verifiers.errors import ConfigError, Error, HubError
 from verifiers.evals.export_inspect import write_inspect
 from verifiers.evals.store import StoredRun, json_line, metrics_of, read_run
@@ -95,16 +96,8 @@ def save_dataset(directory: str | Path, target: str | Path) -> Path:
 
 
 def _save(dataset: Dataset, path: Path) -> None:
-    import datasets
-
-    # a bar for what takes a moment is noise, and a switch that is set for the process is put back as it was
-    shown = datasets.are_progress_bars_disabled() is False
-    datasets.disable_progress_bars()
-    try:
+    with without_bars():
         dataset.save_to_disk(str(path))
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def push_dataset(directory: str | Path, name: str) -> None:

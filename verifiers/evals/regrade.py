@@ -46,12 +46,6 @@ class RestoredState(State):
         """Return the value, `default` for what rubrics themselves may miss."""
         return self[name] if name in self or name not in _MAY_BE_MISSING else default
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Set a value that is not there: rubrics store what they have computed."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
 
 @dataclass(frozen=True, slots=True)
 class Regraded:

@@ -81,11 +81,6 @@ class RolloutResults:
         return ["reward", *sorted(set(self._values) - {"reward"})]
 
     @property
-    def sizes(self) -> dict[Any, int]:
-        """Number of rollouts of each prompt, by example id, scored or not."""
-        return {example: len(generations) for example, generations in self._places.items()}
-
-    @property
     def mean_reward(self) -> float:
         """Mean over the scored rollouts, for a live line; NaN where there is none."""
         return self._reward_sum / self.scored if self.scored else math.nan

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TypeVar
 
 from verifiers.errors import ConfigError
@@ -74,7 +75,7 @@ def mean_and_stderr_clustered(
     _check_confidence(confidence)
     clusters = [rewards for rewards in rewards_by_prompt if len(rewards)]
     known = _bounds(bounds, clusters)
-    return _estimate([_mean(rewards) for rewards in clusters], sum(map(len, clusters)), known, confidence)
+    return _estimate([fmean(rewards) for rewards in clusters], sum(map(len, clusters)), known, confidence)
 
 
 def mean_over_prompts(
@@ -113,7 +114,7 @@ def paired_difference(
     rollouts = sum(len(before[key]) + len(after[key]) for key in shared)
     known = _bounds(bounds, [side[key] for key in shared for side in (before, after)])
     return _estimate(
-        [_mean(after[key]) - _mean(before[key]) for key in shared], rollouts, _differences(known), confidence
+        [fmean(after[key]) - fmean(before[key]) for key in shared], rollouts, _differences(known), confidence
     )
 
 
@@ -161,7 +162,7 @@ def _estimate(values: Sequence[float], rollouts: int, bounds: Bounds | None, con
     prompts = len(values)
     if not prompts:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0)
-    mean = _mean(values)
+    mean = fmean(values)
     if prompts == 1:
         return Estimate(mean, math.nan, math.nan, math.nan, 1, rollouts)
     if max(values) - min(values) <= _SAME:
@@ -206,10 +207,6 @@ def _cut(low: float, high: float, bounds: Bounds | None) -> Bounds:
         return low, high
     # comparisons in this order let NaN through
     return (bounds[0] if low < bounds[0] else low), (bounds[1] if high > bounds[1] else high)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _check_confidence(confidence: float) -> None:

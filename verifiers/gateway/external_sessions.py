@@ -154,10 +154,6 @@ class SessionRoutes:
         # an answer that was lost on its way is asked for again
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
 
-    @property
-    def open_sessions(self) -> list[ExternalSession]:
-        return list(self._open.values())
-
     @contextlib.contextmanager
     def opened(self, external: ExternalSession) -> Iterator[None]:
         """Take what is posted of a session inside."""

@@ -334,14 +334,10 @@ class ClientBackend:
 
     Its `chat.completions.create` / `completions.create` may be sync (run in a thread) or async. An SDK's own client
     (Azure's too) is told not to retry, as the caller does; wrappers and subclasses are left as they are.
-
-    Args:
-        timeout_s: deadline of one try of one call, in seconds; None leaves it to the client.
     """
 
-    def __init__(self, client: Any, timeout_s: float | None = None) -> None:
+    def __init__(self, client: Any) -> None:
         self.client = client
-        self.timeout_s = timeout_s
         self._calls = _without_retries(client)
         self.base_url = str(getattr(client, "base_url", None) or "")
         self.api_key = str(getattr(client, "api_key", ""))
@@ -351,27 +347,22 @@ class ClientBackend:
         if path in _TOKEN_ROUTES:
             raise ProviderError(f"this client object has no route {path}; give an Endpoint or a URL.", status=404)
         owner = self._calls.chat.completions if path == CHAT else self._calls.completions
-        deadline = asyncio.timeout(self.timeout_s)
         try:
-            async with deadline:
-                if _is_async(self._calls, owner.create):
-                    result = owner.create(**arguments)
-                else:
-                    # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
-                    create = functools.partial(owner.create, **arguments)
-                    result = await threads_for("client", _MOST_SYNCHRONOUS_CALLS).run(create)
-                answer = await result if inspect.isawaitable(result) else result
-                if type(answer).__module__.startswith("openai.types."):
-                    # the SDK makes its objects of whatever came
-                    field = "message" if path == CHAT else "text"
-                    read_completion(answer.model_dump(warnings=False), self.base_url, field)
-                return answer
+            if _is_async(self._calls, owner.create):
+                result = owner.create(**arguments)
+            else:
+                # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
+                create = functools.partial(owner.create, **arguments)
+                result = await threads_for("client", _MOST_SYNCHRONOUS_CALLS).run(create)
+            answer = await result if inspect.isawaitable(result) else result
+            if type(answer).__module__.startswith("openai.types."):
+                # the SDK makes its objects of whatever came
+                field = "message" if path == CHAT else "text"
+                read_completion(answer.model_dump(warnings=False), self.base_url, field)
+            return answer
         except (ProviderError, OverlongPromptError, asyncio.CancelledError):
             raise
         except Exception as error:
-            if deadline.expired():
-                where = self.base_url or "the client"
-                raise RetryableError(f"no answer from {where} within {self.timeout_s:g} s") from error
             meaning = client_error(url_without_secrets(self.base_url), error)
             with self._redact.in_errors():
                 if meaning is error:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -251,7 +252,8 @@ def _whole_groups(items: Sequence[_Sized], most: int, room: int) -> list[list[_S
     """Cut items into parts of at most `most` and `room` bytes; completions of one sample together if they fit."""
     parts: list[list[_Sized]] = []
     left, free = 0, 0
-    for group in _groups(items):
+    for sample_id, entries in itertools.groupby(items, key=lambda entry: entry[0]["sample_id"]):
+        group = list(entries)
         size = sum(entry[2] for entry in group)
         if len(group) > left or size > free:
             left, free = 0, 0
@@ -260,7 +262,7 @@ def _whole_groups(items: Sequence[_Sized], most: int, room: int) -> list[list[_S
                 "the %d completions of sample %s (%d bytes) are more than a request to the dataserver holds and are "
                 "graded in parts: a grader that compares them sees one part at a time.",
                 len(group),
-                group[0][0]["sample_id"],
+                sample_id,
                 size,
             )
         for entry in group:
@@ -270,15 +272,6 @@ def _whole_groups(items: Sequence[_Sized], most: int, room: int) -> list[list[_S
             parts[-1].append(entry)
             left, free = left - 1, free - entry[2]
     return parts
-
-
-def _groups(items: Sequence[_Sized]) -> list[list[_Sized]]:
-    groups: list[list[_Sized]] = []
-    for entry in items:
-        if not groups or groups[-1][0][0]["sample_id"] != entry[0]["sample_id"]:
-            groups.append([])
-        groups[-1].append(entry)
-    return groups
 
 
 def _joined(items: Sequence[Mapping[str, Any]], answer: Any) -> dict[int, Grade]:
@@ -305,24 +298,20 @@ def _grade(result: Mapping[str, Any]) -> Grade:
 def completion_for_wire(completion: Any) -> str | list[dict[str, Any]]:
     """Return a completion as /v2/grade takes it: a text, or messages with the fields for graders."""
     if isinstance(completion, str):
-        return _encodable(completion)
+        return completion
     messages = []
     for message in completion:
         fields = dict(message) if isinstance(message, Mapping) else {"role": "assistant"}
         kept = {name: fields[name] for name in ("role", "name", "tool_call_id") if fields.get(name)}
-        messages.append({**kept, "content": _encodable(message_text(message))})
+        messages.append({**kept, "content": message_text(message)})
     return messages
-
-
-def _encodable(text: str) -> str:
-    """Replace halves of surrogate pairs, which a tokenizer may give and no JSON reader takes."""
-    return text.encode("utf-8", "replace").decode()
 
 
 # -- encoding --------------------------------------------------------------------------------------------------
 
 
 def encoded(value: Any) -> bytes:
+    """Return JSON without halves of surrogate pairs, which a tokenizer may give and no JSON reader takes."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 

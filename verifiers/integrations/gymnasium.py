@@ -18,7 +18,7 @@ from verifiers.envs.lifecycle import cleanup, maybe_await, stop
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, InfraError
 from verifiers.installation import install_hint
-from verifiers.types import Messages, State
+from verifiers.types import Messages, State, message_text
 
 T = TypeVar("T")
 
@@ -255,7 +255,8 @@ class GymEnv(MultiTurnEnv):
         first = await thread.call(
             lambda: episode.reset(seed), timeout_s=self.step_timeout_s, what="Making and resetting the environment"
         )
-        if self._made_rows and not _last_text(state["prompt"]).endswith(first.text):
+        asked = state["prompt"]
+        if self._made_rows and not message_text(asked if isinstance(asked, str) else asked[-1]).endswith(first.text):
             raise InfraError(
                 f"reset(seed={seed}) gave the observation {first.text!r:.100}, but the row has another one: the "
                 "environment must start alike from one seed, or get dataset= rows without the observation."
@@ -353,11 +354,6 @@ def _default_action(text: str, space: Any) -> Any:
     if not numbers:
         raise ValueError(f"answer with the number of an action in {space}.")
     return int(numbers[-1])
-
-
-def _last_text(prompt: Any) -> str:
-    content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
-    return content if isinstance(content, str) else ""
 
 
 def _default_rubric(parser: Any) -> Any:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verifiers.envs.agent_env import GatewayEnv
+from verifiers.envs.external_env import ReportedRubric
 from verifiers.envs.lifecycle import stop
 from verifiers.envs.multiturn_env import begin_turns
 from verifiers.envs.program_env import checked_words, filled, gateway_variables, placeholder_values
-from verifiers.envs.tool_env import ToolEnv, result_text, shortened
+from verifiers.envs.tool_env import ToolEnv, result_text
 from verifiers.errors import ConfigError, GradingError, SandboxError
 from verifiers.gateway.gateway import Gateway, gateway_of_loop
 from verifiers.gateway.session import Session
@@ -32,10 +33,10 @@ from verifiers.integrations.harbor_task import (
     resolved,
     trained_and_evaluated,
 )
-from verifiers.rubrics.rubric import Rubric
-from verifiers.sandbox.container import ContainerTool, ImageContainer, call_tool, installed_tool, open_image
+from verifiers.notebook import shortened
+from verifiers.sandbox.container import ContainerTool, ImageContainer, call_tool, installed_tool
 from verifiers.sandbox.spec import SandboxSpec
-from verifiers.types import Messages, RolloutInput, RolloutScore, State
+from verifiers.types import Messages, RolloutInput, State
 
 logger = logging.getLogger("verifiers.envs")
 
@@ -140,7 +141,7 @@ class HarborEnv(ToolEnv):
             for task in found
         ]
         trained, evaluated = trained_and_evaluated(list(self.harbor_tasks), eval_tasks)
-        kwargs.setdefault("rubric", _TestRubric())
+        kwargs.setdefault("rubric", ReportedRubric(test_reward, _other_rewards))
         super().__init__(
             [self.shell] if agent == "shell" else [],
             max_turns=max_turns,
@@ -204,8 +205,7 @@ class HarborEnv(ToolEnv):
             image=image,
         )
         has_network = self.network == "task" and environment.network_mode == "public"
-        options: dict[str, Any] = {"network": has_network, "cpus": environment.cpus, "prepare": _FOLDERS}
-        async with await open_image(spec, self.tool, **options) as container:
+        async with await ImageContainer.open(spec, self.tool, has_network, environment.cpus, _FOLDERS) as container:
             trial = _Trial(task, container)
             await trial.begin()
             yield trial
@@ -297,26 +297,16 @@ async def _play_oracle(state: State, trial: _Trial) -> None:
     state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
 
 
-class _TestRubric(Rubric):
-    """The reward of the task's tests; their other numbers are metrics."""
-
-    def __init__(self) -> None:
-        super().__init__(funcs=[test_reward])
-
-    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
-        scores = await super().score_states(states)
-        for state, score in zip(states, scores, strict=True):
-            numbers = {name: value for name, value in state["test_rewards"].items() if name != "reward"}
-            score["metrics"] = {**numbers, **score["metrics"]}
-        return scores
-
-
 async def test_reward(state: State) -> float:
     """Return the reward that the task's tests wrote: "reward", or else the mean of their numbers."""
     if state["test_problem"]:
         raise GradingError(state["test_problem"])
     rewards: dict[str, float] = state["test_rewards"]
     return rewards["reward"] if "reward" in rewards else sum(rewards.values()) / len(rewards)
+
+
+def _other_rewards(state: State) -> dict[str, float]:
+    return {name: value for name, value in state["test_rewards"].items() if name != "reward"}
 
 
 # -- one rollout's container ----------------------------------------------------------------------------------------

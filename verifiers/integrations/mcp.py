@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import functools
 import importlib.util
 import json
 import os
@@ -23,6 +24,7 @@ from verifiers.envs.tools import Tool, tool_definition
 from verifiers.errors import ConfigError, InfraError, ToolCallError
 from verifiers.installation import install_hint
 from verifiers.loop_thread import run_blocking
+from verifiers.notebook import shortened
 from verifiers.types import Messages, State
 
 if TYPE_CHECKING:
@@ -286,10 +288,6 @@ _Connections = Mapping[str, MCPConnection]
 _of_this_rollout: ContextVar[_Connections | None] = ContextVar("_of_this_rollout", default=None)
 
 
-def _text_of(error: Exception) -> str:
-    return f"{error}"
-
-
 class MCPEnv(ToolEnv):
     """A ToolEnv with the tools of MCP servers, over stdio or streamable HTTP.
 
@@ -305,7 +303,7 @@ class MCPEnv(ToolEnv):
             unanswered calls are made once more. "rollout": each rollout starts servers of its own, for
             servers that keep state; they end with it.
         connect_timeout_s: for a server to start.
-        max_result_chars: longer results are cut.
+        max_result_chars: of a result, shown to the policy; the middle is left out.
         **kwargs: of `ToolEnv`; `tools` are further tools, Python functions.
     """
 
@@ -313,7 +311,7 @@ class MCPEnv(ToolEnv):
         self,
         mcp_servers: Sequence[MCPServerConfig | Mapping[str, Any]],
         max_turns: int = 10,
-        error_formatter: Callable[[Exception], str] = _text_of,
+        error_formatter: Callable[[Exception], str] = str,
         *,
         scope: Literal["process", "rollout"] = "process",
         connect_timeout_s: float = 60.0,
@@ -419,16 +417,10 @@ class MCPEnv(ToolEnv):
             for (server, own_name), tool in offered.items():
                 name = names[server, own_name]
                 schema = tool_definition(name, tool.description or "", parameters_of(tool.input_schema))
-                self._add(Tool(name, schema, self._caller(server, own_name)))
+                self._add(Tool(name, schema, functools.partial(self._call, server, own_name)))
             self._known = True
 
-    def _caller(self, server: str, tool: str) -> Callable[..., Any]:
-        async def call(**arguments: Any) -> str:
-            return await self._call(server, tool, arguments)
-
-        return call
-
-    async def _call(self, server: str, tool: str, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, server: str, tool: str, /, **arguments: Any) -> str:
         (config,) = (config for config in self.mcp_servers if config.name == server)
         if self.scope == "process":
             connection = await self._shared_connection(config)
@@ -477,9 +469,7 @@ def result_text(result: mcp_types.CallToolResult, max_chars: int) -> str:
     parts = [_part_text(part) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    text = "\n".join(parts)
-    left_out = len(text) - max_chars
-    return text if left_out <= 0 else f"{text[:max_chars]}\n[{left_out} characters left out]"
+    return shortened("\n".join(parts), max_chars)
 
 
 def _part_text(part: Any) -> str:

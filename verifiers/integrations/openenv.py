@@ -15,6 +15,7 @@ from verifiers.envs.lifecycle import cleanup, maybe_await, stop
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, InfraError, ToolParseError
 from verifiers.inference.endpoint import MAX_ANSWER_MB, read_body
+from verifiers.notebook import shortened
 from verifiers.types import ChatMessage, Messages, State, message_field
 
 if TYPE_CHECKING:
@@ -382,7 +383,7 @@ class OpenEnvEnv(MultiTurnEnv):
         max_turns: answers of the policy in one episode; -1 for no bound.
         max_action_errors: refused actions in a row that end the episode. Where the last one failed inside the
             environment (EXECUTION_ERROR) rather than in its checks, the rollout is an `environment_error`.
-        max_observation_chars: longer messages are cut.
+        max_observation_chars: of an observation, shown to the policy; the middle is left out.
         headers: sent to the server, e.g. {"Authorization": "Bearer ..."}.
         keep_server_state: ask for the server's `state` after each step, and keep it in `state["server_state"]`.
 
@@ -560,9 +561,7 @@ class OpenEnvEnv(MultiTurnEnv):
             state["server_state"] = await state["openenv_session"].state()
 
     def _text_of(self, step: Step) -> str:
-        text = self.obs_to_text(step.observation)
-        left_out = len(text) - self.max_observation_chars
-        return text if left_out <= 0 else f"{text[: self.max_observation_chars]}\n[{left_out} characters left out]"
+        return shortened(self.obs_to_text(step.observation), self.max_observation_chars)
 
     @property
     def _text_field(self) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import correlation, fmean, variance
 from typing import Any
 
+from verifiers.evals.store import finite
 from verifiers.monitoring.findings import Finding, LearningSignal
 from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, read_lines
 from verifiers.monitoring.stage_timer import RunTime
@@ -167,13 +168,13 @@ def thin_points(x: Sequence[float], y: Sequence[float]) -> Points:
 
 def _take_evaluations(history: History, line: Mapping[str, Any], step: float) -> None:
     for name, value in line.items():
-        if not name.startswith("eval_") or name.endswith("_stderr") or not isinstance(value, (int, float)):
+        if not name.startswith("eval_") or name.endswith("_stderr") or (mean := finite(value)) is None:
             continue
-        error = line.get(f"{name}_stderr")
-        spread = float(error) if isinstance(error, (int, float)) else math.nan
+        error = finite(line.get(f"{name}_stderr"))
+        spread = math.nan if error is None else error
         if EVAL_REWARD.fullmatch(name):
             found = history.evaluations.setdefault(name, Evaluations())
-            found.put(step, float(value), spread)
+            found.put(step, mean, spread)
             found.trained_on = found.trained_on or is_trained_on(name, line)
         elif detail := _EVAL_DETAIL.fullmatch(name):
             kind = next(kind for kind in ("at_k", "function", "task") if detail[kind])
@@ -182,7 +183,7 @@ def _take_evaluations(history: History, line: Mapping[str, Any], step: float) ->
                 measure, _, k = label.rpartition("_")
                 label = _MEASURES[measure] + k
             label = " ".join(filter(None, (label, detail["set"])))
-            history.details.setdefault(kind, {}).setdefault(label, Evaluations()).put(step, float(value), spread)
+            history.details.setdefault(kind, {}).setdefault(label, Evaluations()).put(step, mean, spread)
 
 
 def _take_failures(history: History, line: Mapping[str, Any], step: int) -> None:
@@ -228,7 +229,8 @@ def find_trends(history: History, samples: Iterable[Mapping[str, Any]] = ()) -> 
     reward = _change(history.values("reward"))
     if reward is None or not reward.rises:
         return []
-    rollouts = [(line, one) for line in samples for one in line.get("rollouts") or () if _reward_of(one) is not None]
+    sampled = [(line, one) for line in samples for one in line.get("rollouts") or ()]
+    rollouts = [(line, one) for line, one in sampled if finite(one.get("reward")) is not None]
     return [
         *_not_held_out(history, reward),
         *_functions_apart(history),
@@ -253,14 +255,18 @@ def _not_held_out(history: History, reward: _Change) -> Iterator[Finding]:
     for name, found in history.evaluations.items():
         if found.trained_on or len(found.steps) < 2 or not found.steps[0] <= middle < found.steps[-1]:
             continue
-        errors = [error for error in (found.errors[0], found.errors[-1]) if math.isfinite(error)]
-        if found.rewards[-1] - found.rewards[0] <= math.hypot(*errors):
+        if not _rose(found):
             what = name_eval_reward(name, {f"{name.removesuffix('reward')}prompts_trained_on": found.trained_on})
             yield Finding(
                 "not what is evaluated",
                 f"the reward rose {reward}, the {what} did not ({found.rewards[0]:.3g} to {found.rewards[-1]:.3g})",
                 "more prompts or fewer epochs; and see by vf-check what the reward pays for",
             )
+
+
+def _rose(found: Evaluations) -> bool:
+    errors = [error for error in (found.errors[0], found.errors[-1]) if math.isfinite(error)]
+    return found.rewards[-1] - found.rewards[0] > math.hypot(*errors)
 
 
 def _functions_apart(history: History) -> Iterator[Finding]:
@@ -293,6 +299,9 @@ def _longer(history: History, reward: _Change) -> Iterator[Finding]:
 
 
 def _alike(history: History) -> Iterator[Finding]:
+    if any(not found.trained_on and _rose(found) for found in history.evaluations.values()):
+        # so they are right
+        return
     change = _change(history.values("completions/frac_identical_groups"))
     if change is not None and change.rises and change.last - change.first >= _ALIKE:
         text = f"the share of groups whose completions are all the same rose {change}"
@@ -324,12 +333,12 @@ def _repeated(text: str) -> float:
 
 def _paid_for_nothing(rollouts: Sequence[Sampled]) -> Iterator[Finding]:
     """Look for texts that `vf-check` would try, in the last third of the samples."""
-    best = max((_reward_of(one) or 0.0 for _, one in rollouts), default=0.0)
+    best = max((one["reward"] for _, one in rollouts), default=0.0)
     last = rollouts[2 * len(rollouts) // 3 :]
     paid: dict[str, int] = {}
     for line, one in last:
         kind = _kind_of(line, one)
-        if kind and best > 0 and (_reward_of(one) or 0.0) > 0.5 * best:
+        if kind and best > 0 and one["reward"] > 0.5 * best:
             paid[kind] = paid.get(kind, 0) + 1
     for kind, count in paid.items():
         if count >= max(3, _PAID * len(last)):
@@ -364,8 +373,3 @@ def _said(rollout: Mapping[str, Any]) -> str:
 
 def _last_message(messages: Any) -> Mapping[str, Any]:
     return next((message for message in reversed(messages or ()) if isinstance(message, Mapping)), {})
-
-
-def _reward_of(rollout: Mapping[str, Any]) -> float | None:
-    reward = rollout.get("reward")
-    return float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None

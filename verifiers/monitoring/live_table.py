@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from verifiers.evals.store import finite
 from verifiers.monitoring.findings import Finding
 from verifiers.monitoring.history import EVAL_REWARD, eval_set_label, is_trained_on
 from verifiers.monitoring.number_text import bar, sparkline
@@ -158,10 +159,10 @@ def _newest_log(latest: Mapping[str, Any]) -> Table:
 
 def _eval_rewards(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rewards of evaluations: the trainer's own set, or the first of those that have names."""
-    names = [name for name in latest if EVAL_REWARD.fullmatch(name) and _number(latest, name) is not None]
+    names = [name for name in latest if EVAL_REWARD.fullmatch(name) and finite(latest.get(name)) is not None]
     rows = []
     for name in names[:_EVAL_SETS_SHOWN]:
-        reward, error = _number(latest, name), _number(latest, f"{name}_stderr")
+        reward, error = finite(latest.get(name)), finite(latest.get(f"{name}_stderr"))
         shown = f"{reward:.3f}" + (f" ± {error:.3f}" if error is not None else "")
         label = eval_set_label(name, trained_on=is_trained_on(name, latest))
         rows.append((label if len(label) <= _NAME_CHARACTERS else label[: _NAME_CHARACTERS - 1] + "…", shown))
@@ -171,24 +172,19 @@ def _eval_rewards(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _joined(latest: Mapping[str, Any], form: str, *names: str) -> str:
-    values = [_number(latest, name) for name in names]
+    values = [finite(latest.get(name)) for name in names]
     return " / ".join("–" if value is None else form.format(value) for value in values)
 
 
 def _times(latest: Mapping[str, Any], *names: str) -> str:
     """Return times side by side, with one unit where it suits all of them."""
-    values = [_number(latest, name) for name in names]
+    values = [finite(latest.get(name)) for name in names]
     known = [value for value in values if value is not None]
     if not known:
         return " / ".join("–" for _ in names)
     if min(known) < _LEAST_S:
         return " / ".join(_seconds(value) or "–" for value in values)
     return " / ".join("–" if value is None else _three_digits(value) for value in values) + " s"
-
-
-def _number(latest: Mapping[str, Any], name: str) -> float | None:
-    value = latest.get(name)
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _seconds(value: float | None) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 
 from verifiers.evals.store import finite, is_own_file, json_line, plain
 from verifiers.log import Redactor
-from verifiers.notebook import as_text, cut_in_the_middle, messages_of
+from verifiers.notebook import as_text, messages_of, shortened
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 
 RUN = "run.json"
@@ -183,7 +183,7 @@ _ROLLOUTS = 4
 _CHARACTERS = 3000
 _MESSAGES = 24
 
-_cut = functools.partial(cut_in_the_middle, most=_CHARACTERS)
+_cut = functools.partial(shortened, max_chars=_CHARACTERS)
 
 
 class SampleChoice:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from verifiers.evals.store import finite
 from verifiers.rollouts.run import ActivityReading, RolloutActivity
 
 _NOT_WORKING = ("wait", "sync", "eval")
@@ -317,5 +318,4 @@ def _sum_of_others(uses: Mapping[str, StageUse], without: Iterable[str]) -> Acti
 
 
 def _number(line: Mapping[str, Any], name: str) -> float:
-    value = line.get(name)
-    return float(value) if isinstance(value, (int, float)) and value == value else 0.0
+    return finite(line.get(name)) or 0.0

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
+from verifiers.evals.statistics import Estimate, paired_difference
 from verifiers.evals.store import RESULTS, finite, iter_lines, metrics_of, parse_row, read_metadata
-from verifiers.evals.summary import RIGHT_FROM, at_k, metric_bounds, rollouts_planned
+from verifiers.evals.summary import RIGHT_FROM, metric_bounds, rollouts_planned, summarize
 from verifiers.notebook import as_text, messages_of
 from verifiers.reports.page import json_text, page_text, write_page
 
@@ -282,8 +282,8 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
     summary = metadata.get("summary")
     seconds = summary.get("seconds") if isinstance(summary, Mapping) else None
     right_from = finite(summary.get("right_from")) if isinstance(summary, Mapping) else None
-    right_from = RIGHT_FROM if right_from is None else right_from
-    counts = numbers.counts()
+    found = summarize(numbers, metadata, right_from=RIGHT_FROM if right_from is None else right_from)
+    counts = found.counts
     return {
         "name": name,
         "title": " / ".join(as_text(metadata[key])[:120] for key in ("env", "model") if metadata.get(key)) or name,
@@ -297,21 +297,12 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
         "promptsTrainedOn": _count(metadata.get("prompts_trained_on")),
         "scored": counts.scored,
         "outcomes": dict(counts.outcomes),
-        "measures": [
-            {
-                "name": name,
-                **_numbers(mean_and_stderr_clustered(values, bounds=metric_bounds(name, [metadata], values))),
-            }
-            for name, values in ((name, list(numbers.values(name).values())) for name in numbers.metrics)
-        ],
-        "promptTokens": numbers.prompt_tokens,
-        "completionTokens": numbers.completion_tokens,
+        "measures": [{"name": name, **_numbers(one)} for name, one in found.measures.items()],
+        "promptTokens": found.prompt_tokens,
+        "completionTokens": found.completion_tokens,
         "seconds": finite(seconds),
-        "passAtK": [
-            {"k": row.k, **_numbers(row.pass_at)}
-            for row in at_k(list(numbers.values().values()), metadata, right_from=right_from)
-        ],
-        "rightFrom": right_from,
+        "passAtK": [{"k": row.k, **_numbers(row.pass_at)} for row in found.at_k],
+        "rightFrom": found.right_from,
     }
 
 

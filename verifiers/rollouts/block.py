@@ -76,10 +76,6 @@ class GroupPolicy:
     retries: int = 0
     is_zero_variance: Callable[[Group], bool] | None = None
 
-    def __post_init__(self) -> None:
-        if self.retries < 0:
-            raise ConfigError(f"rollout_retries is {self.retries}; give 0 (never again) or more.")
-
 
 class BlockRun:
     """The generation and scoring of one block; belongs to the event loop that `run` is awaited on.

@@ -221,12 +221,12 @@ class AsyncBatchGenerator:
         with self._changed:
             return self._wait_for(block_id, first, timeout_s)
 
-    def drain(self, timeout_s: float | None = None) -> None:
+    def drain(self) -> None:
         """Wait until no rollout of a submitted block runs or waits to begin; the blocks stay to be taken."""
         with self._changed:
             while self._pending:
                 oldest = min(self._pending)
-                self._wait_for(oldest, functools.partial(self._done.get, oldest), timeout_s)
+                self._wait_for(oldest, functools.partial(self._done.get, oldest), None)
 
     def finished_blocks(self) -> list[ScoredBlock]:
         """Return the blocks that are generated and were not taken yet, in the order of their ids."""

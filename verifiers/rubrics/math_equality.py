@@ -6,10 +6,8 @@ pool of workers serves all threads and event loops of the process.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import threading
 from collections.abc import Callable
 from decimal import Decimal
 from enum import StrEnum
@@ -192,26 +190,20 @@ def _number(text: str) -> Fraction | None:
 # -- by a worker --------------------------------------------------------------------------------------------------
 
 
-_starting = threading.Lock()
-
-
-def _pool() -> WorkerPool:
-    with _starting:
-        return _new_pool()
-
-
-@functools.cache
-def _new_pool() -> WorkerPool:
+_POOL = WorkerPool(
     # two at least, so that one slow answer does not block the others; they start when they are needed
-    workers = min(8, max(2, os.cpu_count() or 1))
-    return WorkerPool(workers=workers, timeout_s=TIMEOUT_S, preload=["verifiers.rubrics.math_worker"], name="maths")
+    workers=min(8, max(2, os.cpu_count() or 1)),
+    timeout_s=TIMEOUT_S,
+    preload=["verifiers.rubrics.math_worker"],
+    name="maths",
+)
 
 
 async def _by_worker(answer: str, response: str, timeout_s: float) -> MathVerdict:
     for _ in range(2):
         try:
             with waiting_turn() as begun:
-                is_equal = await _pool().call(_EQUAL, answer, response, timeout_s=timeout_s, begun=begun)
+                is_equal = await _POOL.call(_EQUAL, answer, response, timeout_s=timeout_s, begun=begun)
             return MathVerdict.RIGHT if is_equal else MathVerdict.WRONG
         except WorkerTimeoutError:
             return MathVerdict.TIMED_OUT
@@ -223,7 +215,7 @@ async def _by_worker(answer: str, response: str, timeout_s: float) -> MathVerdic
             # the first time it may be the machine's fault, which a right answer must not pay for
             continue
     try:
-        await _pool().call(_EQUAL, "\\frac{1}{2}", "0.5", timeout_s=60.0)
+        await _POOL.call(_EQUAL, "\\frac{1}{2}", "0.5", timeout_s=60.0)
     except WorkerError as error:
         # they answer no other question either, so nothing is known about this one
         raise GradingError(f"Math answers cannot be compared: the workers fail even at 1/2 = 0.5: {error}") from error

@@ -32,9 +32,9 @@ async def open_sandbox(spec: SandboxSpec | None = None) -> Sandbox:
 
     spec = spec or SandboxSpec()
     if spec.isolation in ("docker", "podman"):
-        from verifiers.sandbox.container import open_container
+        from verifiers.sandbox.container import ContainerSandbox
 
-        return await open_container(spec, spec.isolation)
+        return await ContainerSandbox.open(spec, spec.isolation)
     from verifiers.sandbox.agent_sandbox import open_agent_sandbox
 
     return await open_agent_sandbox(spec)

@@ -18,15 +18,14 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, Self
 
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox.pipes import Drain, LineReader, SandboxProcess, close_all, drained, ended, open_pipes
 from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec
 
-C = TypeVar("C", bound="ContainerSandbox")
 ContainerTool = Literal["podman", "docker"]
 
 HOME = "/sandbox"
@@ -70,33 +69,6 @@ def installed_tool() -> ContainerTool:
         if shutil.which(name):
             return name
     raise ConfigError("the tasks run in containers, and neither podman nor docker is on PATH; install one.")
-
-
-async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
-    """Open a container. Raises SandboxError when the tool is not there or cannot start one."""
-    return await _started(lambda: ContainerSandbox(spec, tool), tool)
-
-
-async def open_image(
-    spec: SandboxSpec, tool: str, *, network: bool = False, cpus: float | None = None, prepare: str = ""
-) -> ImageContainer:
-    """Open a container that is as its image has it; arguments and errors as `ImageContainer`, `open_container`."""
-    return await _started(lambda: ImageContainer(spec, tool, network, cpus, prepare), tool)
-
-
-async def _started(start: Callable[[], C], tool: str) -> C:
-    if shutil.which(tool) is None:
-        raise SandboxError(
-            f"The isolation level {tool!r} needs the command {tool!r}, which is not on PATH: install it, or take "
-            "another level."
-        )
-    sandbox = start()
-    try:
-        await sandbox.wait_until_ready()
-    except BaseException:
-        await sandbox.close()
-        raise
-    return sandbox
 
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
@@ -197,6 +169,22 @@ class ContainerSandbox(Sandbox):
         self._main = _Client(self._run_arguments(), stdin=True)
         self._out = LineReader(self._main.pipes[1], 1 << 16)
         self._err = Drain(self._main.pipes[2], 1 << 14, lambda: None)
+
+    @classmethod
+    async def open(cls, spec: SandboxSpec, tool: str, *options: Any) -> Self:
+        """Open a container; `options` are the class's own. Raises SandboxError when the tool cannot start one."""
+        if shutil.which(tool) is None:
+            raise SandboxError(
+                f"The isolation level {tool!r} needs the command {tool!r}, which is not on PATH: install it, or take "
+                "another level."
+            )
+        sandbox = cls(spec, tool, *options)
+        try:
+            await sandbox.wait_until_ready()
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
 
     def _run_arguments(self) -> list[str]:
         return run_arguments(self.spec, self._tool, self.name)

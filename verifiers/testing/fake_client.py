@@ -6,7 +6,7 @@ import asyncio
 import functools
 import importlib
 import json
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from verifiers.errors import ConfigError
@@ -82,9 +82,7 @@ class FakeClient:
     async def __aenter__(self) -> FakeClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _call(self, path: str, **arguments: Any) -> Any:

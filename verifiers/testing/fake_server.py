@@ -13,7 +13,6 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from aiohttp import web
@@ -185,17 +184,13 @@ class FakeOpenAIServer:
     def __enter__(self) -> FakeOpenAIServer:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> FakeOpenAIServer:
         return await asyncio.to_thread(self.start)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.stop)
 
     def _run(self, ready: concurrent.futures.Future[int]) -> None:

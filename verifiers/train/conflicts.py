@@ -38,11 +38,8 @@ _BOUNDS = {
     "max_completion_length": (1, "1 or more tokens"),
     "delta": (0, "a bound above 1 + epsilon, or leave it out"),
     "temperature": (0, "a number above 0, such as 1.0"),
-}
-
-_ABOVE_ZERO = {
-    "eval_max_concurrent": "a number above 0, or leave it out",
-    "eval_timeout": "a number above 0, or leave it out",
+    "eval_max_concurrent": (1, "1 or more, or leave it out"),
+    "eval_timeout": (math.ulp(0.0), "a number above 0, or leave it out"),
 }
 
 _OF_IMPORTANCE_SAMPLING = (
@@ -152,9 +149,6 @@ def _values(args: Any) -> _Refusals:
         if (value := getattr(args, name)) is not None:
             # not a number is less than nothing, and at least nothing either
             yield isinstance(value, str) or not value >= least, f"{name} is {value!r}; give {wanted}."
-    for name, wanted in _ABOVE_ZERO.items():
-        if (value := getattr(args, name)) is not None:
-            yield not value > 0, f"{name} is {value:g}; give {wanted}."
 
 
 def _rollouts(args: Any) -> _Refusals:

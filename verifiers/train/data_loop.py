@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from verifiers.data.batch_plan import BatchPlan, Position
+from verifiers.data.batch_plan import BatchPlan
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.demonstrations import Demonstrations
@@ -102,15 +102,15 @@ class DataLoop:
     def micro_batches(self, optimizer_step: int, micro_step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a micro-step of an update, from 0; every rank must call it."""
         self._optimizer_step = optimizer_step
-        position = self._plan.position(optimizer_step, micro_step)
+        block_id, in_block = self._plan.position(optimizer_step, micro_step)
         # a failure of generation is raised on every rank before the next micro-step
         self._ranks.on_rank_0(lambda: self._session.open().check())
-        if self._block_id != position.block_id:
-            self._begin_block(position.block_id, optimizer_step)
-        if position.micro_step == len(self._micro_steps):
-            self._take(self._ranks.scatter(lambda: self._produce_streamed(position)), position.micro_step)
-        self.gradient_scale = self._gradient_scales.get(position.micro_step)
-        return self._micro_steps[position.micro_step]
+        if self._block_id != block_id:
+            self._begin_block(block_id, optimizer_step)
+        if in_block == len(self._micro_steps):
+            self._take(self._ranks.scatter(lambda: self._produce_streamed(in_block)), in_block)
+        self.gradient_scale = self._gradient_scales.get(in_block)
+        return self._micro_steps[in_block]
 
     def _begin_block(self, block_id: int, step: int) -> None:
         self._micro_steps, self._gradient_scales, self._logged = [], {}, None
@@ -191,13 +191,13 @@ class DataLoop:
         skip = self._skip_zero_advantage
         self._stream = BlockStream(prefetcher, self._plan, self._args, block_id, step, skip_zero_advantage=skip)
 
-    def _produce_streamed(self, position: Position) -> list[RankSteps]:
+    def _produce_streamed(self, in_block: int) -> list[RankSteps]:
         """Wait for the next micro-step of the block that is being generated; only the first time it is trained."""
         stream = self._stream
         assert stream is not None
         by_rank, gradient_scale = stream.next()
         metrics: dict[str, float] = {}
-        if position.micro_step == self._micro_steps_reached(stream.optimizer_step) - 1:
+        if in_block == self._micro_steps_reached(stream.optimizer_step) - 1:
             metrics = self._finish_block(*stream.finish(), stream.optimizer_step)
         return [RankSteps([micro_batches], metrics, gradient_scale) for micro_batches in by_rank]
 

@@ -44,33 +44,6 @@ _ERRORS_A_LINE = 20
 _MOST_CHARACTERS = 2000
 
 
-def _run_description(
-    args: GRPOConfig, plan: BatchPlan, env: Any, model: Any, device: Any, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return names, plan, settings and versions, as JSON."""
-    source = plan.source
-    return {
-        "env": str(getattr(env, "env_id", "") or type(env).__name__),
-        "env_args": dict(getattr(env, "env_args", None) or {}),
-        "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
-        "server_model": args.server_model,
-        "run_name": args.run_name,
-        "plan": plan.describe(),
-        "max_steps": plan.max_steps,
-        "updates_per_block": plan.updates_per_block,
-        "completions_per_block": plan.completions_per_block,
-        "stages": [source.stage_name(step) for step in (0, *source.until_steps)] if source is not None else [],
-        "processes": plan.num_processes,
-        "device": str(device),
-        "settings": {name: value for name, value in settings.items() if value is not None},
-        "versions": {**versions(), **_training_versions()},
-    }
-
-
-def _training_versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
-
-
 class RunMonitor:
     """The measurements of a run: collected, logged, recorded and made into a report.
 
@@ -143,7 +116,7 @@ class RunMonitor:
         }
         begun = {"at": time.time(), "step": resume_step or 0}
         self.record.describe(
-            **_run_description(args, self.plan, self._env, self._model, self._device, settings),
+            **self._run_description(settings),
             sessions=[*self.record.run.get("sessions", ()), begun],
             status="running",
             ended=None,
@@ -155,6 +128,27 @@ class RunMonitor:
         self.latest, self._failures, self._tokens = {}, Counter(), (0.0, 0.0)
         self._logged_step = resume_step or 0
         self.timer.start()
+
+    def _run_description(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return names, plan, settings and versions, as JSON."""
+        args, plan, env, model, source = self._args, self.plan, self._env, self._model, self.plan.source
+        packages = ("torch", "transformers", "trl", "accelerate")
+        return {
+            "env": str(getattr(env, "env_id", "") or type(env).__name__),
+            "env_args": dict(getattr(env, "env_args", None) or {}),
+            "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            "server_model": args.server_model,
+            "run_name": args.run_name,
+            "plan": plan.describe(),
+            "max_steps": plan.max_steps,
+            "updates_per_block": plan.updates_per_block,
+            "completions_per_block": plan.completions_per_block,
+            "stages": [source.stage_name(step) for step in (0, *source.until_steps)] if source is not None else [],
+            "processes": plan.num_processes,
+            "device": str(self._device),
+            "settings": {name: value for name, value in settings.items() if value is not None},
+            "versions": {**versions(), **{name: importlib.metadata.version(name) for name in packages}},
+        }
 
     def note_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         """Take in a block whose first update begins after `step` optimizer steps; return its metrics."""

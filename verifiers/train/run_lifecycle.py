@@ -13,7 +13,7 @@ from verifiers.interrupt import Termination
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.rollout_session import RolloutSession
 from verifiers.train.checkpoint.checkpoint import curriculum_state, resume_step
-from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, visible_checkpoint
+from verifiers.train.checkpoint.run_directory import RunDirectory, visible_checkpoint
 from verifiers.train.evaluation.evaluator import Evaluator
 from verifiers.train.monitor import RunMonitor
 from verifiers.train.processes.distributed import Ranks, ended_if_stuck
@@ -47,22 +47,22 @@ class RunLifecycle:
             CheckpointError: the checkpoint cannot be resumed, is not seen by this rank, or another run writes to the
                 directory.
         """
-        point = self._ranks.on_rank_0(lambda: self._directory.choose(asked))
-        checkpoint = visible_checkpoint(point, str(self._directory.path), self._ranks.index)
+        chosen = self._ranks.on_rank_0(lambda: self._directory.choose(asked))
+        checkpoint = visible_checkpoint(chosen, self._ranks.index, self._directory.path if asked is True else None)
         self.first_step = resume_step(checkpoint) if checkpoint else 0
-        self._ranks.on_rank_0(lambda: self._open_on_rank_0(point))
+        self._ranks.on_rank_0(lambda: self._open_on_rank_0(checkpoint, resumes=bool(asked)))
         return checkpoint
 
-    def _open_on_rank_0(self, point: ResumePoint) -> None:
+    def _open_on_rank_0(self, checkpoint: str | None, *, resumes: bool) -> None:
         # servers come first: nothing is archived for a run that finds none
         prefetcher, generator = self._session.open(), self._session.generator
         assert generator is not None
-        further = self._directory.begin(point, self._evaluator.stored.own)
-        restore_curriculum(self._plan, further if point.checkpoint else self._state_at_0)
-        if point.checkpoint:
-            prefetcher.restore(still_planned(self._plan, self._directory.pending_blocks(point.checkpoint, further)))
+        further = self._directory.begin(checkpoint, self._evaluator.stored.own, resumes=resumes)
+        restore_curriculum(self._plan, further if checkpoint else self._state_at_0)
+        if checkpoint:
+            prefetcher.restore(still_planned(self._plan, self._directory.pending_blocks(checkpoint, further)))
         self._monitor.begin(
-            self.first_step if point.checkpoint else None,
+            self.first_step if checkpoint else None,
             servers=self._session.publisher.servers,
             activity=generator.activity,
             drains=prefetcher.drains,

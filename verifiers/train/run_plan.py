@@ -118,9 +118,9 @@ def plan_batches(args: GRPOConfig, env: Any, curriculum: Curriculum | Curriculum
     plan = dataclasses.replace(plan, source=source)
     if isinstance(source, StagedRows):
         source.curriculum.check(source.sizes, plan.max_steps)
-        source.check_blocks(plan.blocks, plan.prompts_per_block, plan.updates_per_block)
+        source.curriculum.check_blocks(source.sizes, plan.blocks, plan.prompts_per_block, plan.updates_per_block)
     elif isinstance(source, AdaptiveRows):
-        source.check_blocks(plan.prompts_per_block)
+        source.policy.check_block(plan.prompts_per_block)
     if args.dynamic_sampling and not isinstance(source, HasReplacements):
         raise ConfigError(
             "dynamic_sampling replaces groups by other prompts of the same stage, and this curriculum cannot name "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ from verifiers.train.processes.distributed import Ranks, end_together
 from verifiers.train.run_lifecycle import RunLifecycle
 from verifiers.train.run_plan import RunPlan, plan_run, with_one_bos
 from verifiers.train.weight_sync.protocol import WeightSync, refuse_untied
-from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, WeightPublisher
+from verifiers.train.weight_sync.publisher import PolicyWeights, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck
 
 logger = logging.getLogger("verifiers.train")
@@ -138,6 +139,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         refuse_adapters({"default": peft_config} if peft_config else getattr(model, "peft_config", {}), args.beta)
         self.env, self._rows = env, env.get_dataset()
         args.max_steps = self.plan.max_steps
+        # peft 0.21 asks transformers so
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # a hub that refuses a push raises subclasses
         with raises_load_error(model, (OSError,), exact=True), reference_of(model, args.beta > 0 and not peft_config):
             super().__init__(
@@ -210,7 +213,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             images=None if self.images is None else self.images.store,
         )
         self.evaluator = Evaluator(
-            args, plan, self.ranks, self.timer, self.env, run.eval_sets, run.sampling_args, self.session
+            args, self.ranks, self.timer, self.env, run.eval_sets, run.sampling_args, self.session
         )
         in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.checkpoint_weights = CheckpointWeights(self.ranks, self.weights.model, in_shards=in_shards)
@@ -273,15 +276,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_demonstrations(self) -> Demonstrations | None:
         """Return the run's demonstrations on rank 0, which makes the rows; None elsewhere, and without any."""
-        args, dataset, loaded = self.args, self.args.demonstrations, list[Demonstrations]()
-        seed = args.seed if args.data_seed is None else args.data_seed
-
-        def load(dataset: str) -> None:
-            tokenizer = self.processing_class
-            loaded.append(Demonstrations.load(dataset, tokenizer, seed=seed, max_seq_len=args.max_seq_len))
-
-        if dataset is not None:
-            self.ranks.on_rank_0(functools.partial(load, dataset))
+        args, loaded = self.args, list[Demonstrations]()
+        if args.demonstrations is not None:
+            load = functools.partial(Demonstrations.load, args.demonstrations, self.processing_class)
+            self.ranks.on_rank_0(lambda: loaded.append(load(seed=self.plan.seed, max_seq_len=args.max_seq_len)))
         return loaded[0] if loaded else None
 
     def _settle_prefixes(self) -> None:
@@ -304,7 +302,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.add_callback(MonitorCallback(self.monitor, self.accelerator.device))
-        self.add_callback(WeightChecks(self.publisher.finish_check, self.weights))
         if not any(isinstance(callback, ProgressLines) for callback in given):
             self.add_callback(ProgressLines(self.plan))
         self._stops_between_blocks = StopsBetweenBlocks(self.plan.updates_per_block)
@@ -343,7 +340,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.pop_callback(self._stops_between_blocks)
             self.add_callback(self._stops_between_blocks)
             with self.directory.rotation(), self.lifecycle.ended_if_stuck(termination):
-                return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
+                trained = super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
+                self.weights.require_finite("those of a finished run")
+                return trained
 
         return end_together(
             self.accelerator,
@@ -417,6 +416,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.updates.end_micro_step(loss, 1.0 if scale is None else scale)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # transformers takes its optimizer step next: the weights must still be those of the push that is checked
+        with self.timer.stage("optimizer"):
+            self.publisher.finish_check()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.updates.end_update(model, self.optimizer, self.state.global_step, norm)
         return norm

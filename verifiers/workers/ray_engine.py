@@ -29,6 +29,8 @@ _LONGEST_KEY = 64
 _CONNECT_S = 60.0
 _GREETING_S = 10.0
 _REACH_S = 10.0
+# within which a cluster that is large enough must have room for a worker
+_PENDING_S = 300.0
 _POLL_S = 0.2
 
 
@@ -41,7 +43,6 @@ class RayEngine:
             used, and left as it is.
         resources: of one worker, as Ray names them; "GPU" and "memory" are Ray's own.
         joins_s: seconds that nodes may take to join, until the cluster is large enough.
-        pending_s: seconds within which a cluster that is large enough must have room for a worker.
 
     Attributes:
         listens_at: host and port of rank 0 that workers connect to, once the engine is open.
@@ -56,10 +57,9 @@ class RayEngine:
         resources: Mapping[str, float] | None = None,
         multiplex: int = 64,
         joins_s: float = 0.0,
-        pending_s: float = 300.0,
     ) -> None:
         self._count, self._address = count, address
-        self._joins_s, self._pending_s = joins_s, pending_s
+        self._joins_s = joins_s
         self._need = {"CPU": cpus, **(resources or {})}
         self._options: dict[str, Any] = {
             "num_cpus": cpus,
@@ -161,7 +161,7 @@ class RayEngine:
         from ray.exceptions import ActorUnavailableError
 
         try:
-            async with asyncio.timeout(self._pending_s):
+            async with asyncio.timeout(_PENDING_S):
                 while True:
                     try:
                         return cast(dict[str, str], await actor.describe.remote())
@@ -170,7 +170,7 @@ class RayEngine:
         except TimeoutError:
             need = ", ".join(f"{amount:g} {name}" for name, amount in self._need.items())
             raise NoRoomError(
-                f"no node of the Ray cluster had {need} free within {self._pending_s:g} s; give [workers] a smaller "
+                f"no node of the Ray cluster had {need} free within {_PENDING_S:g} s; give [workers] a smaller "
                 "count, or see `ray status` for what holds them"
             ) from None
 

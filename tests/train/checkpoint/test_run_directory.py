@@ -24,7 +24,6 @@ from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.checkpoint import MARKER, TENSORS, extra_state, mark_complete, mark_incomplete
 from verifiers.train.checkpoint.run_directory import (
     LOCK,
-    ResumePoint,
     RunDirectory,
     checkpoints_in,
     lock_output_dir,
@@ -56,14 +55,14 @@ def save(directory: RunDirectory, step: int, name: str = "model.safetensors") ->
 
 def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp_path: Path) -> None:
     first, other = a_directory(tmp_path), a_directory(tmp_path)
-    assert first.begin(first.choose(True), ()) == {}
+    assert first.begin(first.choose(True), (), resumes=True) == {}
     with pytest.raises(CheckpointError, match=r"another run writes to .* output_dir"):
         other.choose(None)
     save(first, 2)
     for _ in range(2):
         first.close()
-    point = other.choose(True)
-    assert (point.checkpoint, other.begin(point, ())) == (
+    checkpoint = other.choose(True)
+    assert (checkpoint, other.begin(checkpoint, (), resumes=True)) == (
         str(tmp_path / "checkpoint-2"),
         {TENSORS: {}, "temperature": 1.0},
     )
@@ -197,8 +196,6 @@ def test_a_save_that_fails_is_one_sentence_and_the_checkpoint_does_not_count(tmp
 
 # -- what an earlier run left ---------------------------------------------------------------------------------
 
-NEW = ResumePoint(None, resumes=False)
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -224,7 +221,7 @@ def test_a_new_run_renames_the_directory_of_an_earlier_one_to_a_free_name(run: P
         (run / "completions").mkdir()
         left = names_in(run)
         aside = run.with_name(f"run-earlier-{number}")
-        assert prepare_output_dir(NEW, str(run)) == aside
+        assert prepare_output_dir(None, str(run), resumes=False) == aside
         assert names_in(aside) == left
         # TRL has made it, and writes to it
         assert names_in(run) == ["completions"]
@@ -235,21 +232,21 @@ def test_a_new_run_renames_the_directory_of_an_earlier_one_to_a_free_name(run: P
 def test_what_this_process_measured_stays(run: Path) -> None:
     own = run / "evals" / "step-0"
     own.mkdir()
-    prepare_output_dir(NEW, str(run), {own})
+    prepare_output_dir(None, str(run), {own}, resumes=False)
     assert names_in(run) == ["evals/step-0"]
 
 
 def test_a_run_that_did_nothing_keeps_its_directory(tmp_path: Path) -> None:
-    assert prepare_output_dir(NEW, str(tmp_path / "nowhere")) is None
+    assert prepare_output_dir(None, str(tmp_path / "nowhere"), resumes=False) is None
     for name in ("run.json", "blocks.jsonl", "run.toml"):
         (tmp_path / name).touch()
-    assert prepare_output_dir(NEW, str(tmp_path)) is None
+    assert prepare_output_dir(None, str(tmp_path), resumes=False) is None
 
 
 def test_only_complete_checkpoints_after_the_step_are_renamed(run: Path) -> None:
     (run / "checkpoint-8").mkdir()
     for step, renamed in ((6, []), (2, ["checkpoint-4-earlier-1", "checkpoint-6-earlier-1"])):
-        assert prepare_output_dir(ResumePoint(str(run / f"checkpoint-{step}"), resumes=True), str(run)) is None
+        assert prepare_output_dir(str(run / f"checkpoint-{step}"), str(run), resumes=True) is None
         assert sorted(path.name for path in run.glob("*-earlier-*")) == renamed
     assert checkpoints_in(run) == [run / "checkpoint-2", run / "checkpoint-8"]
     assert names_in(run / "evals") == ["step-2"]
@@ -261,7 +258,7 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(run: Path, monkeypatch
 
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(CheckpointError, match=r"cannot be moved .*Permission denied.*give another output_dir"):
-        prepare_output_dir(NEW, str(run))
+        prepare_output_dir(None, str(run), resumes=False)
 
 
 FORKS = """
@@ -316,9 +313,9 @@ def test_blocks_that_were_sampled_at_another_temperature_are_not_trained(
     save(first, 2)
     for temperature, kept in ((1.0, [1]), (0.5, [])):
         directory = a_directory(tmp_path, temperature=temperature)
-        point = directory.choose(True)
-        further = directory.begin(point, ())
-        assert [one.block_id for one in directory.pending_blocks(str(point.checkpoint), further)] == kept
+        checkpoint = directory.choose(True)
+        further = directory.begin(checkpoint, (), resumes=True)
+        assert [one.block_id for one in directory.pending_blocks(str(checkpoint), further)] == kept
         directory.close()
     assert caplog.text.count("sampled at temperature 1 are generated again at 0.5") == 1
 

@@ -16,7 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference import server_pool
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.weight_sync import LoraSync, WeightSync
+from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.weight_sync.shared_directory import LoraSync
 
 # PEFT asks a model by the name that transformers gave up
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

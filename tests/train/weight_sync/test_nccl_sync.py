@@ -16,8 +16,9 @@ import torch
 from verifiers.errors import WeightSyncError
 from verifiers.inference import server_pool
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.weight_sync import NcclSync, WeightSync, nccl
-from verifiers.train.weight_sync.nccl import packed
+from verifiers.train.weight_sync import nccl
+from verifiers.train.weight_sync.nccl import NcclSync, packed
+from verifiers.train.weight_sync.protocol import WeightSync
 
 WEIGHTS = {
     "embed": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -241,7 +242,7 @@ def test_a_collective_that_never_ends_is_given_up_at_the_deadline(monkeypatch: p
 ABANDONED = """
 import threading
 from verifiers.errors import WeightSyncError
-from verifiers.train.weight_sync import NcclSync, nccl
+from verifiers.train.weight_sync import nccl
 
 async def answer(self, method, path, *args, **kwargs):
     return {"weight_version": "default", "world_size": 1}
@@ -254,7 +255,7 @@ class Hanging:
         threading.Event().wait()
 
 nccl.ServerClient.request = answer
-sync = NcclSync("http://server", 0.3, make_group=Hanging)
+sync = nccl.NcclSync("http://server", 0.3, make_group=Hanging)
 try:
     sync.push([], 1)
 except WeightSyncError as error:

@@ -16,13 +16,10 @@ import pytest
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.server_client import ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.weight_sync import (
-    DirectorySync,
-    LoraSync,
-    NcclSync,
-    choose_sync,
-)
-from verifiers.train.weight_sync.publisher import WeightPublisher
+from verifiers.train.weight_sync.nccl import NcclSync
+from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.weight_sync.publisher import WeightPublisher, default_weight_sync
+from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 from verifiers.train.weight_sync.verification import (
     OLDEST_VLLM,
     SAMPLE_TEXT,
@@ -47,8 +44,15 @@ COMPLETE = Capabilities(
 )
 
 
+def sync_of(kind: str, url: str, directory: str | None = None) -> WeightSync:
+    names: dict[str, Any] = {"weight_sync": kind, "weight_sync_dir": directory, "weight_sync_timeout": 1.0}
+    args: Any = SimpleNamespace(rollout_device=None, **names)
+    server: Any = SimpleNamespace(base_url=url, api_key="EMPTY")
+    return default_weight_sync(args, [server], None, None)
+
+
 def check(found: Capabilities, weight_sync: str = "directory", adapter_rank: int = 8, **options: Any) -> None:
-    sync = choose_sync(weight_sync, [found.root], directory=None, timeout_s=1.0, api_key="EMPTY")
+    sync = sync_of(weight_sync, found.root)
     check_capabilities(
         found,
         **{
@@ -258,4 +262,4 @@ async def test_a_server_of_another_kind_is_read_as_far_as_it_goes() -> None:
 def test_the_kind_follows_the_setting_and_where_the_servers_are(
     kind: str, url: str, directory: str | None, chosen: type
 ) -> None:
-    assert type(choose_sync(kind, [url], directory=directory, timeout_s=1.0, api_key="EMPTY")) is chosen
+    assert type(sync_of(kind, url, directory)) is chosen

@@ -23,11 +23,8 @@ from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.config import lora_defaults
-from verifiers.train.weight_sync import (
-    DirectorySync,
-    policy_tensors,
-)
-from verifiers.train.weight_sync.protocol import require_finite
+from verifiers.train.weight_sync.protocol import policy_tensors, require_finite
+from verifiers.train.weight_sync.shared_directory import DirectorySync
 from verifiers.train.weight_sync.verification import LogprobCheck, ask_server, compare_answer
 
 SOME = {"model.weight": torch.arange(4.0)}

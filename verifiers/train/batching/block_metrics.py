@@ -57,7 +57,7 @@ def block_metrics(
     metrics.update(_spread([std for _, std in deviations]))
     metrics.update(_reward_functions(scored))
     metrics.update(_outcomes(rollouts))
-    metrics.update(_drops(rollouts, trained))
+    metrics.update(_drops(trained))
     metrics.update(_tasks(deviations))
     metrics.update(_roles(scored))
     metrics.update(_lengths(block))
@@ -197,7 +197,7 @@ def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, floa
     }
 
 
-def _drops(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, float]:
+def _drops(trained: TrainingBlock) -> dict[str, float]:
     """Count what is not trained on by reason, with its mean length, which is seldom the usual one."""
     metrics: dict[str, float] = {}
     for reason in sorted({item.reason for item in trained.dropped}):

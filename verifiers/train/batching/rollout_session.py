@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -171,7 +170,6 @@ class RolloutPrefetcher:
 
     Attributes:
         server_version: optimizer step whose weights the server holds; None before the first push.
-        seconds: time spent on "sync" and "wait" for the newest block.
     """
 
     def __init__(
@@ -191,7 +189,6 @@ class RolloutPrefetcher:
         self._timer = timer or StageTimer()
         self._submitted: set[int] = set()
         self.server_version: int | None = None
-        self.seconds: dict[str, float] = {}
 
     @property
     def blocks_ahead(self) -> int:
@@ -210,8 +207,10 @@ class RolloutPrefetcher:
         if self.server_version == optimizer_step:
             return
         if self.drains:
-            self._timed("wait", self._generator.drain)
-        self._timed("sync", lambda: self._push(optimizer_step))
+            with self._timer.stage("wait"):
+                self._generator.drain()
+        with self._timer.stage("sync"):
+            self._push(optimizer_step)
         self.server_version = optimizer_step
         self._generator.policy_version = optimizer_step
 
@@ -220,7 +219,6 @@ class RolloutPrefetcher:
 
         The push comes before the block is waited for: its stragglers, and blocks after it, run on meanwhile.
         """
-        self.seconds = {}
         self.sync(optimizer_step)
         last = min(block_id + self.blocks_ahead, self._plan.blocks - 1)
         for ahead in range(block_id, last + 1):
@@ -234,14 +232,16 @@ class RolloutPrefetcher:
         Raises:
             GenerationError: it holds tokens of weights that no push of this run can explain.
         """
-        block: ScoredBlock = self._timed("wait", lambda: self._generator.get_batch(block_id))
+        with self._timer.stage("wait"):
+            block = self._generator.get_batch(block_id)
         self._submitted.discard(block_id)
         self._check_staleness(block.groups, block_id, optimizer_step)
         return block
 
     def groups(self, block_id: int, count: int, optimizer_step: int) -> list[Group]:
         """Return the first groups of a block, once they are scored; the block stays to be taken."""
-        groups = self._timed("wait", lambda: self._generator.groups(block_id, count))
+        with self._timer.stage("wait"):
+            groups = self._generator.groups(block_id, count)
         self._check_staleness(groups, block_id, optimizer_step)
         return list(groups)
 
@@ -294,14 +294,6 @@ class RolloutPrefetcher:
             row = row_fields(self._dataset[example_id])
             requests.append(RolloutRequest(key, *row, seed=rollout_seed(self._plan.seed, key)))
         return requests
-
-    def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
-        started = time.perf_counter()
-        try:
-            with self._timer.stage(stage):
-                return work()
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def _check_staleness(self, groups: list[Group], block_id: int, optimizer_step: int) -> None:
         allowed = self._generator.num_batches_ahead * self._plan.updates_per_block

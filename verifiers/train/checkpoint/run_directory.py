@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +48,6 @@ _VISIBLE_WITHIN_S = 2.0
 _COMPLETIONS = "completions"
 
 
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The point at which a run starts: a checkpoint, or None for step 0.
-
-    Attributes:
-        resumes: a checkpoint was asked for, whether or not there is one.
-        is_found: the checkpoint was looked for in `output_dir`, not given by its path.
-    """
-
-    checkpoint: str | None
-    resumes: bool
-    is_found: bool = False
-
-    @property
-    def step(self) -> int:
-        return resume_step(self.checkpoint) if self.checkpoint else 0
-
-
 def lock_output_dir(output_dir: str | Path) -> Any:
     """Lock a directory until the returned lock's `release` is called, or this process ends; refuse a second run.
 
@@ -88,19 +69,20 @@ def lock_output_dir(output_dir: str | Path) -> Any:
     return lock
 
 
-def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | None:
-    """Return the checkpoint's path on this rank; refuse to go on where this rank does not see it."""
-    if point.checkpoint is None:
+def visible_checkpoint(checkpoint: str | None, rank: int, found_in: Path | None = None) -> str | None:
+    """Return the checkpoint's path on this rank; refuse to go on where this rank does not see it.
+
+    One that rank 0 looked for, and was not given by its path, is `found_in` this rank's output_dir.
+    """
+    if checkpoint is None:
         return None
-    path = Path(point.checkpoint)
-    if point.is_found:
-        path = Path(output_dir) / path.name
+    path = Path(checkpoint) if found_in is None else found_in / Path(checkpoint).name
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     # a file system over the network may be behind for a moment
     while rank and not (path / MARKER).is_file():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"rank 0 resumes from {point.checkpoint}, and rank {rank} does not see {path}: output_dir must be on "
+                f"rank 0 resumes from {checkpoint}, and rank {rank} does not see {path}: output_dir must be on "
                 "a file system that all hosts mount, under the same path."
             )
         time.sleep(0.1)
@@ -110,19 +92,23 @@ def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | 
 # -- an earlier run in the directory ---------------------------------------------------------------------------------
 
 
-def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Path] = ()) -> Path | None:
+def prepare_output_dir(
+    checkpoint: str | None, output_dir: str, keeps: Collection[Path] = (), *, resumes: bool
+) -> Path | None:
     """Move aside what the directory holds of other runs than the one that starts, and log it; on rank 0.
 
     A run that resumes one of its own checkpoints leaves the later ones, which others will have the numbers of; else
-    the whole directory, with its lock, gets another name, which is returned.
+    the whole directory, with its lock, gets another name, which is returned. A run `resumes` where a checkpoint was
+    asked for, whether or not there is one.
     """
     root = Path(output_dir)
-    if point.checkpoint and Path(point.checkpoint).resolve().parent == root.resolve():
+    if checkpoint and Path(checkpoint).resolve().parent == root.resolve():
+        step = resume_step(checkpoint)
         # the newest first: what a kill in the middle leaves is never a lineage with a gap
         for path in reversed(checkpoints_in(root)):
-            if (path / MARKER).is_file() and int(path.name.removeprefix("checkpoint-")) > point.step:
-                logger.warning("%s is after step %d, and is now %s", path, point.step, _move_aside(path))
-        remove_later_evaluations(output_dir, point.step)
+            if (path / MARKER).is_file() and int(path.name.removeprefix("checkpoint-")) > step:
+                logger.warning("%s is after step %d, and is now %s", path, step, _move_aside(path))
+        remove_later_evaluations(output_dir, step)
         return None
     aside = _move_aside(root.resolve()) if _holds_a_run(root, keeps) else None
     if aside is not None:
@@ -134,7 +120,7 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
             path.parent.mkdir(exist_ok=True)
             (aside / path.relative_to(root)).rename(path)
         text = "%s held an earlier run, which is now in %s"
-        if point.resumes and point.checkpoint is None:
+        if resumes and checkpoint is None:
             text = "no complete checkpoint in %s yet: the run starts at step 0, and the files there are now in %s"
         logger.warning(text, output_dir, aside)
     return aside
@@ -294,8 +280,8 @@ class RunDirectory:
 
     # -- on rank 0 ------------------------------------------------------------------------------------------------
 
-    def choose(self, asked: str | bool | None) -> ResumePoint:
-        """Lock the directory and return where the run starts.
+    def choose(self, asked: str | bool | None) -> str | None:
+        """Lock the directory and return the checkpoint that the run starts from; None for step 0.
 
         Args:
             asked: a checkpoint's path, True for the newest complete one here, else step 0.
@@ -304,24 +290,23 @@ class RunDirectory:
             CheckpointError: another run holds the lock, or the checkpoint cannot be resumed.
         """
         self._lock = lock_output_dir(self.path)
-        found = newest_complete(self.path) if asked is True else None
-        checkpoint = found if asked is True else asked or None
-        if checkpoint is not None:
-            check_resumable(checkpoint, self._plan, self._rows, self._model)
-        return ResumePoint(
-            str(checkpoint) if checkpoint is not None else None, bool(asked), is_found=found is not None
-        )
+        checkpoint = newest_complete(self.path) if asked is True else asked or None
+        if checkpoint is None:
+            return None
+        check_resumable(checkpoint, self._plan, self._rows, self._model)
+        return str(checkpoint)
 
-    def begin(self, point: ResumePoint, keeps: Collection[Path]) -> dict[str, Any]:
+    def begin(self, checkpoint: str | None, keeps: Collection[Path], *, resumes: bool) -> dict[str, Any]:
         """Move aside what other runs left here and open the block log; return the checkpoint's further state."""
-        if prepare_output_dir(point, str(self.path), keeps) is not None:
+        if prepare_output_dir(checkpoint, str(self.path), keeps, resumes=resumes) is not None:
             # the lock has moved too
             self._lock.release()
             self._lock = lock_output_dir(self.path)
         if self._args.save_only_model and self._args.save_strategy != "no":
             logger.warning("with save_only_model=True no run can resume its checkpoints: they lack the optimizer.")
-        self._block_log = BlockLog(self.path, self._plan.first_block_after(point.step))
-        return extra_state(point.checkpoint) if point.checkpoint else {}
+        step = resume_step(checkpoint) if checkpoint else 0
+        self._block_log = BlockLog(self.path, self._plan.first_block_after(step))
+        return extra_state(checkpoint) if checkpoint else {}
 
     def pending_blocks(self, checkpoint: str, further: Mapping[str, Any]) -> list[ScoredBlock]:
         """Return the blocks that a checkpoint keeps; none where they were sampled at another temperature."""

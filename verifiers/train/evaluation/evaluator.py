@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.concurrency import gather_owned
-from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError, DeadlineError, Error, NothingScoredError
 from verifiers.evals.evaluation_run import EvaluationRun
 from verifiers.evals.statistics import Estimate
@@ -63,7 +62,6 @@ class Evaluator:
     def __init__(
         self,
         args: GRPOConfig,
-        plan: BatchPlan,
         ranks: Ranks,
         timer: StageTimer,
         env: Any,
@@ -71,7 +69,7 @@ class Evaluator:
         sampling_args: dict[str, Any],
         session: RolloutSession,
     ) -> None:
-        self._args, self._plan, self._ranks, self._env = args, plan, ranks, env
+        self._args, self._ranks, self._env = args, ranks, env
         self._sampling_args, self._session = sampling_args, session
         self.timer = timer
         self.sets = tuple(sets)

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_pool import ServerPool, backend_for, each_server
 from verifiers.inference.wire import MaskSource, mask_fields
+from verifiers.server_process import is_loopback
 from verifiers.train.cpu_linear import multiplies_bfloat16
 from verifiers.train.image_processor import RowImages
 from verifiers.train.processes.distributed import Ranks
-from verifiers.train.weight_sync import InProcessSync, choose_sync
+from verifiers.train.weight_sync.in_process import InProcessSync
+from verifiers.train.weight_sync.nccl import NcclSync
 from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded, require_finite
+from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 from verifiers.train.weight_sync.verification import (
     LogprobCheck,
     check_capabilities,
@@ -41,7 +43,11 @@ _DESCRIBE_S = 600.0
 def default_weight_sync(
     args: GRPOConfig, servers: Sequence[Backend], policy: Any, tokenizer: Any, images: RowImages | None = None
 ) -> WeightSync:
-    """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped."""
+    """Return the weight sync that a run's settings name; `policy` is the trained model, unwrapped.
+
+    `weight_sync` "auto" is a shared directory where every server is on this host, or `weight_sync_dir` is given (a
+    file system that both sides mount); else NCCL.
+    """
     if args.rollout_device is not None:
         return InProcessSync(
             policy,
@@ -61,13 +67,14 @@ def default_weight_sync(
             f"the client's {len(servers)} servers have {len(keys)} different API keys, and weights are pushed "
             "under one; start them with the same, or give a weight_sync of your own."
         )
-    return choose_sync(
-        args.weight_sync,
-        [backend.base_url or str(args.server_url) for backend in servers],
-        directory=args.weight_sync_dir,
-        timeout_s=args.weight_sync_timeout,
-        api_key=keys.pop() or "EMPTY",
-    )
+    urls = [backend.base_url or str(args.server_url) for backend in servers]
+    kind, directory = args.weight_sync, args.weight_sync_dir
+    timeout_s, api_key = args.weight_sync_timeout, keys.pop() or "EMPTY"
+    if kind == "lora":
+        return LoraSync(urls, directory, timeout_s, api_key)
+    if kind == "nccl" or (kind == "auto" and directory is None and not all(map(is_loopback, urls))):
+        return NcclSync(urls, timeout_s, api_key)
+    return DirectorySync(urls, directory, timeout_s, api_key)
 
 
 def dtype_of_copy(args: GRPOConfig) -> torch.dtype | None:
@@ -312,19 +319,6 @@ class WeightPublisher:
                 stack.callback(self._pool.stop)
             stack.callback(self.sync.close)
             stack.callback(self._check.forget)
-
-
-class WeightChecks(TrainerCallback):
-    """A callback that judges the check of a push before the weights change, and ends no run on broken weights."""
-
-    def __init__(self, finish_check: Callable[[], None], weights: PolicyWeights) -> None:
-        self._finish_check, self._weights = finish_check, weights
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._finish_check()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._weights.require_finite("those of a finished run")
 
 
 def _adapter_rank(model: Any) -> int:

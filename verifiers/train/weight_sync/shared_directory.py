@@ -194,24 +194,13 @@ class LoraSync(DirectorySync):
 
     Args:
         base_url: of the rollout server, or of several; vLLM with --enable-lora.
-        name: of the adapter at the server; the policy's name in requests.
     """
 
+    policy_name = "policy-adapter"
     keeps_requests = False
     sends_adapter = True
 
-    def __init__(
-        self,
-        base_url: str | Sequence[str],
-        directory: str | None = None,
-        timeout_s: float = 120.0,
-        api_key: str = "EMPTY",
-        *,
-        name: str = "policy-adapter",
-    ) -> None:
-        super().__init__(base_url, directory, timeout_s, api_key)
-        self.policy_name = name
-        self._config: dict[str, Any] = {}
+    _config: dict[str, Any]
 
     def missing_at(self, found: Capabilities, adapter_rank: int) -> list[str]:
         if found.software is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from verifiers.train.cpu_linear import turn_weights, use_onednn
+from verifiers.train.cpu_linear import fuse_gates, turn_weights, use_onednn
 from verifiers.train.image_processor import ImageProcessor, Images
 from verifiers_embedded.engine.attention import Prompts, filled_up, install, laid_out, row_groups
 from verifiers_embedded.engine.cache import ATTENTION_KINDS, NOTHING_KEPT, STATE_KINDS, SlotCache
@@ -68,6 +68,7 @@ class ActiveBatch:
         self._by_length = install(model) and not fixed
         use_onednn(model)
         turn_weights(model)
+        fuse_gates(model)
         self._packs_prompts = self._by_length and not self._has_states and set(self._windows.values()) == {None}
         self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
         most = slots * max_model_len if cache_tokens is None else cache_tokens

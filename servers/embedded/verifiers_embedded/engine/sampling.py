@@ -11,12 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from verifiers_embedded.engine.decoding import upload
+
+_WORTH_THREADS = 2**18
+"""Numbers of a step that threads draw faster than one; numpy lets go of the interpreter meanwhile."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
@@ -215,8 +220,10 @@ class BatchSampler:
             return (log_probs_NV.exp() / self._device_noise.next(log_probs_NV.shape[1])).argmax(dim=-1)
         if self._noise is None or self._noise.shape != log_probs_NV.shape:
             self._noise = torch.ones_like(log_probs_NV, dtype=torch.float64)
-        for row in self._drawn_rows:
-            noise[row].fill(self._noise[row])
+            shared = self._noise.numel() >= _WORTH_THREADS
+            self._map: Any = ThreadPoolExecutor(torch.get_num_threads()).map if shared else map
+        rows = self._drawn_rows
+        list(self._map(NoiseStream.fill, [noise[row] for row in rows], [self._noise[row] for row in rows]))
         # over the noise, as a new tensor of this size costs as much as the division
         return torch.div(log_probs_NV.exp(), self._noise, out=self._noise).argmax(dim=-1)
 

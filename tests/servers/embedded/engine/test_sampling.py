@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from verifiers_embedded.engine import sampling
 from verifiers_embedded.engine.sampling import BatchSampler, DeviceNoise, NoiseStream, SamplingParameters, truncate
 
 CPU = torch.device("cpu")
@@ -66,6 +67,21 @@ def test_the_numbers_depend_on_the_seed_and_the_position() -> None:
     assert torch.equal(first, numbers(3))
     assert not torch.isclose(first[0], first[1]).any()
     assert not torch.isclose(first, other).any()
+
+
+def test_threads_draw_the_numbers_that_one_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, seeds = torch.randn(6, 50, generator=torch.Generator().manual_seed(2)), range(6)
+
+    def drawn() -> list[list[int]]:
+        sampler, streams = (
+            BatchSampler([SamplingParameters(seed) for seed in seeds], CPU),
+            list(map(NoiseStream, seeds)),
+        )
+        return [sampler.sample(logits, streams).tokens for _ in range(20)]
+
+    by_one = drawn()
+    monkeypatch.setattr(sampling, "_WORTH_THREADS", 1)
+    assert drawn() == by_one
 
 
 def test_tokens_come_as_often_as_their_probabilities_say() -> None:
