@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,36 +68,28 @@ def train(
     if server_url:
         run = run.with_servers(server_url)
     from verifiers.train.models import check_model_path
+    from verifiers.train.processes.launch import installed_servers, starting_server
 
     check_model_path(run.model.path, adds_adapter=run.lora is not None)
     if run.teacher is not None and run.teacher.path is not None:
         check_model_path(run.teacher.path)
-    starts = not dry_run and os.environ.get("RANK", "0") == "0"
-    with contextlib.ExitStack() as servers:
-        # beside the imports, which take as long; where the run is refused they end
-        urls = _start_servers(run, servers) if starts else {}
-        return _train(run, Path(run_file), servers, urls, dry_run=dry_run, fresh=fresh)
-
-
-def _start_servers(run: RunFile, stack: contextlib.ExitStack) -> dict[str, Callable[[], str]]:
-    """Start the servers that a run file wants, and return by setting what waits for the URL of each."""
-    from verifiers.train.processes.launch import starting_server
-
-    start = functools.partial(starting_server, start_timeout_s=run.server.start_timeout)
-    urls = {}
-    if run.server.launch is not None:
-        server = start(run.server.launch, run.model.path, args=run.server.args)
-        urls["server_url"] = stack.enter_context(server)
-    if run.teacher is not None and run.teacher.path is not None:
-        urls["teacher_url"] = stack.enter_context(start("embedded", run.teacher.path))
-    return urls
+    known = {"embedded", "vllm", *installed_servers()}
+    if run.server.launch is not None and run.server.launch not in known:
+        raise ConfigError(f"{run_file}: [server] launch is {run.server.launch!r}; give one of {sorted(known)}.")
+    with contextlib.ExitStack() as server:
+        url = None
+        if run.server.launch is not None and not dry_run and os.environ.get("RANK", "0") == "0":
+            # beside the imports, which take as long; where the run is refused it ends
+            options: Any = {"args": run.server.args, "start_timeout_s": run.server.start_timeout}
+            url = server.enter_context(starting_server(run.server.launch, run.model.path, **options))
+        return _train(run, Path(run_file), server, url, dry_run=dry_run, fresh=fresh)
 
 
 def _train(
     run: RunFile,
     run_file: Path,
-    servers: contextlib.ExitStack,
-    urls: Mapping[str, Callable[[], str]],
+    server: contextlib.ExitStack,
+    server_url: Callable[[], str] | None,
     *,
     dry_run: bool,
     fresh: bool,
@@ -108,12 +100,9 @@ def _train(
     from verifiers.train.config import GRPOConfig, lora_defaults
     from verifiers.train.models import check_model_exists
     from verifiers.train.processes.distributed import Ranks
-    from verifiers.train.processes.launch import installed_servers, share_cores
+    from verifiers.train.processes.launch import launched_server, share_cores
     from verifiers.train.run_plan import plan_run
 
-    known = {"embedded", "vllm", *installed_servers()}
-    if run.server.launch is not None and run.server.launch not in known:
-        raise ConfigError(f"{run_file}: [server] launch is {run.server.launch!r}; give one of {sorted(known)}.")
     # an environment that is not installed may stand beside the run file
     sys.path.insert(0, str(run_file.resolve().parent))
     env = load_environments(run)
@@ -150,9 +139,15 @@ def _train(
         # left last: a server does not wait for it
         evaluated = eval_env.values() if isinstance(eval_env, dict) else [eval_env]
         stack.enter_context(_teardown_on_exit([env, *(one for one in evaluated if one is not None)]))
-        stack.enter_context(servers.pop_all())
-        for name, url in urls.items():
-            setattr(config, name, url())
+        stack.enter_context(server.pop_all())
+        if server_url is not None:
+            config.server_url = server_url()
+        if run.teacher is not None and run.teacher.path is not None and is_rank_0:
+            # after the server, which looks how much memory is free
+            start_timeout_s = run.server.start_timeout
+            config.teacher_url = stack.enter_context(
+                launched_server("embedded", run.teacher.path, start_timeout_s=start_timeout_s)
+            )
         overlaps = config.shared_device == "cores" and config.num_batches_ahead > 0
         if (line := share_cores(overlaps=overlaps)) and is_rank_0:
             print(line, flush=True)
@@ -255,7 +250,11 @@ def _teardown_on_exit(envs: Sequence[Environment]) -> Iterator[None]:
 def _loaded(table: EnvironmentTable) -> Environment:
     from verifiers.envs.registry import load_environment
 
-    return load_environment(table.id, **table.args)
+    env: Any = load_environment(table.id, **table.args)
+    # stored evaluations say under which name they are loaded again
+    env.env_id, env.env_args = table.id, dict(table.args)
+    loaded: Environment = env
+    return loaded
 
 
 main = Command(parser, _start)

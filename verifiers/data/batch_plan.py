@@ -169,6 +169,7 @@ class BatchPlan:
 
     def first_block_after(self, optimizer_step: int) -> int:
         """Return the block that a run resumed at `optimizer_step`, which lies between blocks, begins with."""
+        assert optimizer_step % self.updates_per_block == 0, f"step {optimizer_step} lies inside a block"
         return optimizer_step // self.updates_per_block
 
     def describe(self) -> str:

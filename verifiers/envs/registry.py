@@ -47,6 +47,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
             environment itself.
         EnvironmentLoadError (a RuntimeError): its code failed; `__cause__` is the error.
     """
+    given = dict(env_args)
     if env_id.startswith(HARBOR):
         # named, as environments do not import integrations
         make = importlib.import_module("verifiers.integrations.harbor").HarborEnv
@@ -64,7 +65,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         ) from error
     if env is None:
         raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
-    _name(env, env_id, env_args)
+    _name(env, env_id, given)
     return cast("Environment", env)
 
 
@@ -74,7 +75,7 @@ def _name(env: Any, env_id: str, env_args: dict[str, Any]) -> None:
 
     if isinstance(env, Environment):
         own = vars(env)
-        own["env_id"], own["env_args"] = own.get("env_id") or env_id, own.get("env_args") or dict(env_args)
+        own["env_id"], own["env_args"] = own.get("env_id") or env_id, own.get("env_args") or env_args
 
 
 def _entry_points() -> Iterable[EntryPoint]:

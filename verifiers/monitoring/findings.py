@@ -118,7 +118,7 @@ def _in_turns(shares: Mapping[str, float], num_batches_ahead: int, device: str) 
     return Finding(
         f"shared {device}",
         f"both share {shared} and take turns: {_listed(shares)}",
-        "a second device for the rollout server; else a shorter max_completion_length, or [lora]",
+        "a second device for the rollout server; else a shorter max_completion_length",
     )
 
 

