@@ -132,7 +132,7 @@ async def test_what_a_model_writes_is_shown_and_never_run(browser: Any, tmp_path
         {"role": "tool", "tool_call_id": HOSTILE, "content": [{"type": "image_url", "image_url": {"url": HOSTILE}}]},
         {"role": HOSTILE, "content": f"<think>{HOSTILE}</think>{HOSTILE}"},
     ]
-    texts = dict.fromkeys(("example_id", "prompt", "answer", "error", "outcome", "task"), HOSTILE)
+    texts = dict.fromkeys(("example_id", "prompt", "answer", "error", "task"), HOSTILE)
     made = rows(0, 0, completion=completion, info={HOSTILE: HOSTILE}, **texts, **{HOSTILE: 1.0})
     run = store(tmp_path / "run", [made, made | {"generation": 1}], env=HOSTILE, model=HOSTILE, started=HOSTILE)
     await open_run(browser, run)
