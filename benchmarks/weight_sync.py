@@ -127,11 +127,9 @@ def measure_adapter(model: Qwen3ForCausalLM, url: str, size: str, rounds: int, s
     sync = LoraSync(url, str(shared))
 
     def push(version: int) -> None:
-        with sync.tensors_of(policy) as tensors:
-            sync.push(tensors.items(), version)
+        sync.push(sync.tensors_of(policy).items(), version)
 
-    with sync.tensors_of(policy) as adapter:
-        plain = {name: tensor.detach().contiguous() for name, tensor in adapter.items()}
+    plain = {name: tensor.detach().contiguous() for name, tensor in sync.tensors_of(policy).items()}
     result = measure(push, plain, shared, rounds)
     sync.close()
     policy.unload()

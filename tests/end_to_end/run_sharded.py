@@ -74,8 +74,8 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 def adapter_of(trainer: Recording) -> dict[str, torch.Tensor]:
     """Return what a push of the adapter alone would send."""
-    with trainer.weights.tensors(LoraSync("http://127.0.0.1:9/v1")) as tensors:
-        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    tensors = trainer.weights.tensors(LoraSync("http://127.0.0.1:9/v1"))
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def train(given: dict[str, Any]) -> dict[str, Any]:

@@ -179,13 +179,12 @@ def test_the_server_does_not_move_when_the_trainers_model_does(
         for parameter in trainer.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     assert ask(server.url) == before
-    with policy_tensors(trainer.model) as tensors:
-        trainer.weight_sync.push(tensors.items(), 2)
-        after = ask(server.url)
-        assert after != before
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                parameter.mul_(0.5)
+    trainer.weight_sync.push(policy_tensors(trainer.model).items(), 2)
+    after = ask(server.url)
+    assert after != before
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(0.5)
     assert ask(server.url) == after
 
 

@@ -152,8 +152,7 @@ def nudged(model: Any, seed: int, only: str = "") -> Any:
 
 def push(engine: Engine, loaded: LoadedModel, model: Any, directory: Path) -> None:
     directory.mkdir()
-    with policy_tensors(model) as tensors:
-        pushed = {name: one.clone() for name, one in checkpoint_tensors(model, tensors).items()}
+    pushed = {name: one.clone() for name, one in checkpoint_tensors(model, policy_tensors(model)).items()}
     # what servers know the names of
     assert pushed.keys() == load_file(directory.parent / "model.safetensors").keys()
     save_file(pushed, directory / "model.safetensors")

@@ -39,8 +39,7 @@ def model(**options: Any) -> Any:
 
 
 def push(sync: LoraSync, policy: Any, version: int) -> None:
-    with sync.tensors_of(policy) as tensors:
-        sync.push(tensors.items(), version)
+    sync.push(sync.tensors_of(policy).items(), version)
 
 
 def test_only_the_adapter_is_written_where_peft_reads_it_again(tmp_path: Path) -> None:

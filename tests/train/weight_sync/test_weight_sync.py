@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verifiers.errors import NotFiniteError, WeightProbeError, WeightSyncError
+from verifiers.errors import ConfigError, NotFiniteError, WeightProbeError, WeightSyncError
 from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer, Fault
@@ -81,19 +81,18 @@ def served(tensors: dict[str, torch.Tensor], tied: bool = False) -> Any:
 def test_a_plain_models_tensors_are_its_checkpoint(tmp_path: Path) -> None:
     model = network()
     model.save_pretrained(tmp_path)
-    with policy_tensors(model) as tensors:
-        saved = load_file(tmp_path / "model.safetensors")
-        assert tensors.keys() == saved.keys()
-        assert all(torch.equal(tensors[name], saved[name]) for name in saved)
-        assert not any(tensor.requires_grad for tensor in tensors.values())
+    tensors, saved = policy_tensors(model), load_file(tmp_path / "model.safetensors")
+    assert tensors.keys() == saved.keys()
+    assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+    assert not any(tensor.requires_grad for tensor in tensors.values())
 
 
 def test_tied_weights_appear_once_under_their_first_name() -> None:
     model = network(tied=True)
-    with policy_tensors(model) as tensors:
-        assert "model.embed_tokens.weight" in tensors
-        assert "lm_head.weight" not in tensors
-        assert torch.equal(logits(served(tensors, tied=True)), logits(model))
+    tensors = policy_tensors(model)
+    assert "model.embed_tokens.weight" in tensors
+    assert "lm_head.weight" not in tensors
+    assert torch.equal(logits(served(tensors, tied=True)), logits(model))
 
 
 @with_peft
@@ -102,9 +101,11 @@ def test_an_adapter_reaches_the_server_merged_into_plain_weights(options: dict[s
     model = adapted(**options)
     expected = logits(model)
     assert not torch.allclose(expected, logits(network()), atol=1e-2)
-    with policy_tensors(model) as tensors:
-        assert tensors.keys() == network().state_dict().keys()
-        assert torch.allclose(logits(served(tensors)), expected, atol=1e-5)
+    tensors = policy_tensors(model)
+    assert tensors.keys() == network().state_dict().keys()
+    assert torch.allclose(logits(served(tensors)), expected, atol=1e-5)
+    # the policy computes as before, with its adapter beside its weights
+    assert torch.equal(logits(model), expected)
 
 
 @with_peft
@@ -113,18 +114,25 @@ def test_pushing_an_adapter_leaves_the_policy_as_it_was_to_the_last_bit(dtype: t
     model = adapted(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for _ in range(5):
-        with policy_tensors(model):
-            pass
+        policy_tensors(model)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @with_peft
-def test_an_adapter_is_taken_out_again_when_the_push_fails() -> None:
+def test_an_adapter_is_taken_out_again_where_it_cannot_be_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(WeightSyncError), policy_tensors(model):
-        raise WeightSyncError("the push failed")
+    merge = model.merge_adapter
+
+    def fail() -> None:
+        merge()
+        raise NotImplementedError("a layer without a merge")
+
+    monkeypatch.setattr(model.base_model, "merge_adapter", fail)
+    with pytest.raises(ConfigError, match=r"cannot be merged \(a layer without a merge\)"):
+        policy_tensors(model)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(getattr(layer, "merged_adapters", ()) for layer in model.modules())
 
 
 def wait_until_gone(path: Path) -> None:
@@ -253,8 +261,7 @@ def test_tied_weights_are_sent_once() -> None:
             self.head = torch.nn.Linear(3, 4, bias=False)
             self.head.weight = self.embed.weight
 
-    with policy_tensors(Tied()) as tensors:
-        assert list(tensors) == ["embed.weight"]
+    assert list(policy_tensors(Tied())) == ["embed.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -313,7 +320,7 @@ def test_a_difference_between_other_number_types_names_both() -> None:
 def test_the_modules_of_a_reference_adapter_are_not_pushed() -> None:
     model = adapted(modules_to_save=["lm_head"])
     model.add_adapter("ref", model.peft_config["default"])
-    with policy_tensors(model) as tensors:
-        assert set(tensors) == set(network().state_dict())
-        head = model.get_base_model().lm_head.modules_to_save["default"]
-        assert torch.equal(tensors["lm_head.weight"], head.weight)
+    tensors = policy_tensors(model)
+    assert set(tensors) == set(network().state_dict())
+    head = model.get_base_model().lm_head.modules_to_save["default"]
+    assert torch.equal(tensors["lm_head.weight"], head.weight)

@@ -56,18 +56,17 @@ class InProcessSync(WeightSync):
             ) from error
         policy = self._policy
         try:
-            with policy_tensors(policy) as tensors:
-                self._running = InProcessServer.of_policy(
-                    policy.config,
-                    tensors,
-                    self._tokenizer,
-                    device=self._device,
-                    slots=self._slots,
-                    threads=self._threads,
-                    dtype=self._dtype,
-                    cuda_graphs=self._cuda_graphs,
-                    **self._image_options(),
-                ).start(deadline_s)
+            self._running = InProcessServer.of_policy(
+                policy.config,
+                policy_tensors(policy),
+                self._tokenizer,
+                device=self._device,
+                slots=self._slots,
+                threads=self._threads,
+                dtype=self._dtype,
+                cuda_graphs=self._cuda_graphs,
+                **self._image_options(),
+            ).start(deadline_s)
         except (EmbeddedError, RuntimeError) as error:
             raise WeightSyncError(f"no copy of the policy could be made on {self._device}: {error}") from error
         self.pool = ServerPool([self._running.url], timeout_s=self._timeout_s)

@@ -70,17 +70,12 @@ class WeightSync(ABC):
         """Return the backend for rollouts, such that none is answered from weights that were not pushed."""
         return self.pool.route(backend) if self.pool is not None else backend
 
-    @contextmanager
-    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[Mapping[str, Any]]:
-        """Give the tensors of a model that are to be pushed, under the names that they have in memory.
+    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Mapping[str, Any]:
+        """Return the tensors of a model that are to be pushed, under the names that they have in memory.
 
         `whole` are those that were gathered from all ranks, where the model is sharded.
         """
-        if whole is not None:
-            yield whole_policy(model, whole)
-            return
-        with policy_tensors(model) as tensors:
-            yield tensors
+        return policy_tensors(model) if whole is None else whole_policy(model, whole)
 
     def copy_of(self, version: int) -> Any:
         """Return a frozen copy of the policy with the weights of `version` in this process, or None."""
@@ -100,11 +95,9 @@ class ServerSync(WeightSync):
         urls = [base_url] if isinstance(base_url, str) else list(base_url)
         self.pool = ServerPool([ServerClient(url).url for url in urls], api_key=api_key, timeout_s=timeout_s)
 
-    @contextmanager
-    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[Mapping[str, Any]]:
-        """Give the tensors under a checkpoint's names and in its layout, by which every server loads them."""
-        with super().tensors_of(model, whole) as tensors:
-            yield checkpoint_tensors(model, tensors)
+    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Mapping[str, Any]:
+        """Return the tensors under a checkpoint's names and in its layout, by which every server loads them."""
+        return checkpoint_tensors(model, super().tensors_of(model, whole))
 
     def connect(self, deadline_s: float) -> None:
         self.pool.run(self.pool.connect(deadline_s), deadline_s + 2 * self.pool.timeout_s)
@@ -128,31 +121,32 @@ def checkpoint_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, T
     return converted
 
 
-@contextmanager
-def policy_tensors(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Give every parameter and saved buffer of the policy by its name in memory.
+@torch.no_grad()
+def policy_tensors(model: Any) -> dict[str, Tensor]:
+    """Return every parameter and saved buffer of the policy by its name in memory.
 
-    Adapters (PEFT) are merged for the time of the context and taken out again to the last bit, so that the server
-    gets plain weights. Tied weights come once, under their first name.
+    Adapters (PEFT) are merged into copies of the weights below them, so that the server gets plain weights. Tied
+    weights come once, under their first name.
     """
     if not hasattr(model, "merge_adapter"):
-        yield _detached(model.state_dict())
-        return
-    with torch.no_grad():
-        # taking an adapter out again leaves rounding behind, which would grow with every push
-        before = {name: weight.clone() for name, weight in model.named_parameters() if ".base_layer." in name}
-        try:
-            model.merge_adapter()
-        except (NotImplementedError, RuntimeError) as error:
-            raise ConfigError(f"the policy's adapter cannot be merged ({error}); give plain LoRA.") from error
-        try:
-            state = model.get_base_model().state_dict()
-            yield _detached({_served_name(name, model.active_adapters): one for name, one in state.items()})
-        finally:
-            model.unmerge_adapter()
-            for name, weight in model.named_parameters():
-                if name in before:
-                    weight.copy_(before[name])
+        return _detached(model.state_dict())
+    weights = [weight for name, weight in model.named_parameters() if ".base_layer." in name]
+    before = [weight.data for weight in weights]
+    try:
+        # into copies: taking an adapter out again takes as long, and leaves rounding behind
+        for weight in weights:
+            weight.data = weight.data.clone()
+        model.merge_adapter()
+        state = model.get_base_model().state_dict()
+        return _detached({_served_name(name, model.active_adapters): one for name, one in state.items()})
+    except (NotImplementedError, RuntimeError) as error:
+        raise ConfigError(f"the policy's adapter cannot be merged ({error}); give plain LoRA.") from error
+    finally:
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
+        for layer in model.modules():
+            if hasattr(layer, "merged_adapters"):
+                layer.merged_adapters.clear()
 
 
 @torch.no_grad()

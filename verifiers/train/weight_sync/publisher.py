@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,13 +106,12 @@ class PolicyWeights:
         only = (lambda name: "lora_" in name) if adapter_only else None
         return gathered_tensors(self.model, keep=self._ranks.is_main, tied=tied, only=only)
 
-    @contextlib.contextmanager
-    def tensors(self, sync: WeightSync) -> Iterator[Mapping[str, Any]]:
-        """Hold the tensors that a weight sync pushes, by name; on rank 0, from inside `Ranks.on_rank_0`."""
+    def tensors(self, sync: WeightSync) -> Mapping[str, Any]:
+        """Return the tensors that a weight sync pushes, by name; on rank 0, from inside `Ranks.on_rank_0`."""
         whole = self._ranks.together("gather", False, sync.sends_adapter) if self.is_sharded else None
-        with sync.tensors_of(self.model, whole) as tensors:
-            require_finite(tensors, "pushed to the rollout servers")
-            yield tensors
+        tensors = sync.tensors_of(self.model, whole)
+        require_finite(tensors, "pushed to the rollout servers")
+        return tensors
 
     def require_finite(self, purpose: str) -> None:
         """Refuse weights that are not finite, as `protocol.require_finite` does; every rank must call it."""
@@ -286,8 +285,7 @@ class WeightPublisher:
             WeightSyncError: a server did not take the weights.
             WeightProbeError: a server took them and samples from others.
         """
-        with self._weights.tensors(self.sync) as tensors:
-            self.sync.push(tensors.items(), version)
+        self.sync.push(self._weights.tensors(self.sync).items(), version)
         # the first push sends what the server has; only the second can reveal a stale head
         repeated_before, self._repeated_loads = self._repeated_loads, self.pool.repeated_loads
         # a server that was restarted, or refused a load and was asked again, may hold half of it

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,11 +218,10 @@ class LoraSync(DirectorySync):
             ]
         return []
 
-    @contextlib.contextmanager
-    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Give the adapter's tensors and remember its settings; refuse a model that trains anything beside it."""
+    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the adapter's tensors and remember its settings; refuse a model that trains anything beside it."""
         tensors, self._config = adapter_tensors(model, whole)
-        yield tensors
+        return tensors
 
     def _write(self, tensors: Mapping[str, Any], version: int) -> Path:
         return self._files.write(tensors, version, name="adapter_model.safetensors", config=self._config)
