@@ -8,9 +8,10 @@ one side at a time. Seconds are from the first step's begin; memory is a side's 
 is what our side's reward on held-out prompts rose by until there, a number a seed.
 
 Serving: 32 chats in flight of the same task, 48 new tokens each, float32, two threads. Sides take turns round by
-round: vf-serve, transformers' `generate` in batches of 32, `transformers serve`, vLLM's CPU build (`make vllm`), and
-llama.cpp's server on the wheel's GGUF, four bits (`pip install llama-cpp-python[server]`, with VERIFIERS_LLAMA_PYTHON
-naming its interpreter). A side that is not installed is null. `logprob_difference` is the largest between vf-serve's
+round, and a server is stopped (SIGSTOP) while it is another's turn, as an idle one takes time too: vf-serve,
+transformers' `generate` in batches of 32, `transformers serve`, vLLM's CPU build (`make vllm`), and llama.cpp's
+server on the wheel's GGUF, four bits (`pip install llama-cpp-python[server]`, with VERIFIERS_LLAMA_PYTHON naming its
+interpreter). A side that is not installed is null. `logprob_difference` is the largest between vf-serve's
 log-probs and a forward pass of transformers over the same tokens.
 
 Ends with one line of JSON: wall_ratio and memory_ratio are ours over TRL's; serving ratios are ours over theirs.
@@ -28,9 +29,11 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from verifiers.train.models import make_smollm2
 
@@ -143,6 +146,16 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
     messages = prompts(args.requests)
     exact = {"ignore_eos": True, "logprobs": True, "return_token_ids": True}
     medians: dict[str, float | None] = dict.fromkeys(["generate", "transformers serve", "vLLM", "llama.cpp"])
+    sides: dict[str, Side] = {}
+    processes: dict[str, list[psutil.Process]] = {}
+    known: set[psutil.Process] = set()
+
+    def add(name: str, side: Side) -> None:
+        """Note a side, and the processes that were started for it."""
+        sides[name] = side
+        processes[name] = [one for one in psutil.Process().children(recursive=True) if one not in known]
+        known.update(processes[name])
+
     with contextlib.ExitStack() as stack:
         threads = ["--served-model-name", "m", "--threads", str(CORES)]
         # what a round keeps must not help the next
@@ -150,21 +163,23 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
             launched_server("embedded", str(args.model), args=[*threads, "--prefix-cache-mib", "0"])
         )
         told: dict[str, Any] = {"logprob_difference": logprob_difference(ours, args.model, messages[0])}
-        sides = {"vf-serve": chat_side(ours, "m", exact), "generate": generate_side(args.model)}
+        add("vf-serve", chat_side(ours, "m", exact))
+        add("generate", generate_side(args.model))
         if vllm_python.exists():
             more = [*threads, "--dtype", "float32", "--max-model-len", "1024", "--no-enable-prefix-caching"]
             url = stack.enter_context(launched_server("vllm", str(args.model), args=more, start_timeout_s=300.0))
-            sides["vLLM"] = chat_side(url, "m", exact)
+            add("vLLM", chat_side(url, "m", exact))
         if importlib.util.find_spec("fastapi"):
             url = stack.enter_context(transformers_serve(args.model))
-            sides["transformers serve"] = chat_side(f"{url}/v1", str(args.model), {})
+            add("transformers serve", chat_side(f"{url}/v1", str(args.model), {}))
         if os.environ.get("VERIFIERS_LLAMA_PYTHON") and args.gguf:
-            sides["llama.cpp"] = chat_side(stack.enter_context(llama_server(args.gguf)), "m", {})
+            add("llama.cpp", chat_side(stack.enter_context(llama_server(args.gguf)), "m", {}))
         rates: dict[str, list[float]] = {name: [] for name in sides}
-        for side in sides.values():
-            rate(side, messages[:IN_FLIGHT])
-        for _, (name, side) in itertools.product(range(args.rounds), sides.items()):
-            rates[name].append(rate(side, messages))
+        for turn, (name, side) in itertools.product(range(1 + args.rounds), sides.items()):
+            with only(processes[name], known):
+                found = rate(side, messages if turn else messages[:IN_FLIGHT])
+            # the first turn warms up
+            rates[name] += [found] if turn else []
     for name, values in rates.items():
         medians[name] = statistics.median(values)
         print(f"{name:<20} {medians[name]:7.1f} tokens/s  ({min(values):.1f} .. {max(values):.1f})", flush=True)
@@ -174,6 +189,19 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
         f"ratio_to_{name.replace(' ', '_')}": round(own / theirs, 3) if theirs else None
         for name, theirs in medians.items()
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def only(awake: Collection[psutil.Process], everyone: Collection[psutil.Process]) -> Iterator[None]:
+    """Stop all processes but these for the time of the context."""
+    stopped = [one for one in everyone if one not in awake]
+    for one in stopped:
+        one.suspend()
+    try:
+        yield
+    finally:
+        for one in stopped:
+            one.resume()
 
 
 def logprob_difference(url: str, model: Path, prompt: Any) -> float:

@@ -148,4 +148,6 @@ def load_environment(level: int = 1, num_train: int = 2000, num_eval: int = 200,
         eval_dataset=make_rows(num_eval, f"eval {seed}", level, held_out=True),
         parser=parser,
         rubric=vf.Rubric(funcs=[constraints_kept, all_kept, on_subject], weights=[1.0, 0.0, 0.0], parser=parser),
+        # room for a thought; a small model may never end
+        sampling_args={"max_tokens": 1024},
     )

@@ -283,4 +283,6 @@ def load_environment(
         eval_dataset=make_rows(num_eval, f"eval {seed}", level, examples, held_out=True),
         parser=parser,
         rubric=vf.Rubric(funcs=[field_match, exact_match, valid_json], weights=[1.0, 0.0, 0.0], parser=parser),
+        # room for a thought; a small model may never end
+        sampling_args={"max_tokens": 1024},
     )

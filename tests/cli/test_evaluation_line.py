@@ -52,12 +52,14 @@ def test_nothing_is_made_up_before_the_first_rollout() -> None:
     assert "  ? left  " in text
 
 
-def test_answers_without_a_bound_are_named_while_none_has_come() -> None:
-    said = "without -t one may be as long as the server allows"
-    assert said in progress_text(run(), 6.0, in_flight=1, grading=0)
-    assert said not in progress_text(run(), 1.0, in_flight=1, grading=0)
-    assert said not in progress_text(run({"max_tokens": 64}), 6.0, in_flight=1, grading=0)
-    assert said not in progress_text(run(ran=1), 6.0, in_flight=1, grading=0)
+@pytest.mark.parametrize("ran", [0, 9])
+def test_answers_without_a_bound_are_named_while_none_comes(ran: int) -> None:
+    said = "none ended for 0:06  0 failed  0 retries  3 in flight  0 tokens/s  without -t an answer may be as long"
+    assert said in progress_text(run(ran=ran), 20.0, in_flight=3, grading=0, quiet_s=6.0)
+    bounded = run({"max_tokens": 64}, ran=ran)
+    assert "without -t" not in progress_text(bounded, 20.0, in_flight=3, grading=0, quiet_s=6.0)
+    for elapsed_s, quiet_s in ((1.0, 1.0), (60.0, 6.0)):
+        assert " left  " in progress_text(run(ran=ran), elapsed_s, in_flight=3, grading=0, quiet_s=quiet_s)
 
 
 async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,21 @@ def test_the_in_process_copy_follows_pushes_and_nothing_else(make: Callable[...,
             assert all(torch.equal(pushed[name], value) for name, value in tiny_world.weights(trainer).items())
 
 
+@pytest.mark.parametrize(("asked", "checked"), [({}, [0, 1, 8]), ({"probe_every": 3}, [0, 1, 3, 6, 9])])
+def test_a_copy_of_the_policy_is_checked_at_first_and_then_now_and_then(
+    asked: dict[str, int], checked: list[int], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tiny_world.single_turn(), **asked)
+    found: list[int] = []
+    with tiny_world.closing(trainer):
+        trainer.open()
+        for name in ("run", "begin"):
+            monkeypatch.setattr(trainer.check, name, lambda version, pool: found.append(version))
+        for version in range(10):
+            trainer.session.push(version)
+    assert found == checked
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_old_log_probs_on_the_copy_are_the_trainers_own(
     bf16: bool, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

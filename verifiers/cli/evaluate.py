@@ -245,9 +245,10 @@ async def _run(
     from verifiers.envs.lifecycle import run_teardown
 
     def text(on_terminal: bool) -> str:
-        elapsed_s = time.perf_counter() - started
+        now = time.perf_counter()
+        elapsed_s, quiet_s = now - started, now - (run.newest or started)
         counts = {"in_flight": runner.limiter.in_flight, "grading": runner.activity.scoring}
-        return progress_text(run, elapsed_s, **counts, with_bar=on_terminal)
+        return progress_text(run, elapsed_s, **counts, quiet_s=quiet_s, with_bar=on_terminal)
 
     line: Any = contextlib.nullcontext() if quiet else live_line(text)
     try:

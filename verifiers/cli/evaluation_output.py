@@ -25,20 +25,30 @@ _BAR_CHARACTERS = 12
 
 
 def progress_text(
-    run: EvaluationRun, elapsed_s: float, *, in_flight: int, grading: int, with_bar: bool = False
+    run: EvaluationRun,
+    elapsed_s: float,
+    *,
+    in_flight: int,
+    grading: int,
+    quiet_s: float = 0.0,
+    with_bar: bool = False,
 ) -> str:
-    """Return the progress line: rollouts done, mean reward, time left, failures, retries, tokens a second."""
+    """Return the progress line: rollouts done, mean reward, time left, failures, retries, tokens a second.
+
+    Where no rollout ended in the last `quiet_s` seconds, a quarter of all, they say nothing about when the rest will.
+    """
     results, done = run.results, run.finished_before + run.ran
     mean = f"{results.mean_reward:.3f}" if results.scored else "-"
     rate = run.tokens / elapsed_s if elapsed_s > 0 else 0.0
     # what an earlier process finished says nothing about today's speed
-    eta = format_seconds((run.planned - done) * elapsed_s / run.ran) if run.ran else "?"
+    left = f"{format_seconds((run.planned - done) * elapsed_s / run.ran)} left" if run.ran else "? left"
+    is_quiet = quiet_s >= max(_PLAIN_EVERY_S, elapsed_s / 4)
     parts = [
         *([bar(done / run.planned, _BAR_CHARACTERS)] if with_bar else []),
         run.metadata["env"],
         f"{done}/{run.planned} rollouts",
         f"reward {mean}",
-        f"{eta} left",
+        f"none ended for {format_seconds(quiet_s)}" if is_quiet else left,
         f"{len(results) - results.scored} failed",
         f"{results.retries} retries",
         f"{in_flight} in flight",
@@ -47,8 +57,8 @@ def progress_text(
     ]
     sampling = run.metadata["sampling_args"]
     is_bounded = any(sampling.get(name) for name in ("max_tokens", "max_completion_tokens"))
-    if not run.ran and elapsed_s >= _PLAIN_EVERY_S and not is_bounded:
-        parts.append("no answer yet: without -t one may be as long as the server allows")
+    if is_quiet and not is_bounded:
+        parts.append("without -t an answer may be as long as the server allows")
     return "  ".join(parts)
 
 

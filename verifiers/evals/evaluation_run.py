@@ -221,6 +221,7 @@ class EvaluationRun:
         results: numbers of all rollouts so far, this process's and those before.
         done: for each prompt, the generations that were finished before.
         ran, tokens: rollouts and completion tokens of this process.
+        newest: when the last of them ended, by `time.perf_counter`; 0 where none has.
     """
 
     directory: Path
@@ -234,6 +235,7 @@ class EvaluationRun:
     lag: LoopLag = field(default_factory=LoopLag)
     ran: int = 0
     tokens: int = 0
+    newest: float = 0.0
 
     @property
     def finished_before(self) -> int:
@@ -253,6 +255,7 @@ class EvaluationRun:
                 keep(rollout)
             self.results.add_rollout(rollout)
             self.ran += 1
+            self.newest = time.perf_counter()
             self.tokens += rollout.usage.completion_tokens or 0
 
         shard = Shard.of_run(self.metadata)

@@ -114,7 +114,8 @@ class GRPOConfig(trl.GRPOConfig):
         weight_sync_dir: where pushed weights are written; /dev/shm or the temporary directory when left out.
         weight_sync_timeout: deadline for one push, in seconds.
         probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push and
-            the first that changes anything always are. 0 never again after these.
+            the first that changes anything always are. 0 never again after these. Left out, each with servers, and
+            every eighth with a copy in the trainer's process, which no push can miss.
         probe_tolerance: difference accepted between a server's log-probs and the trainer's, in nats: the largest of
             eight tokens, or their mean with half precision; 1e-3, or 0.25, when left out.
         num_generations_eval: completions of each prompt in an evaluation.
@@ -188,7 +189,7 @@ class GRPOConfig(trl.GRPOConfig):
     weight_sync: str = "auto"
     weight_sync_dir: str | None = None
     weight_sync_timeout: float = 120.0
-    probe_every: int = 1
+    probe_every: int | None = None
     probe_tolerance: float | None = None
     num_generations_eval: int | None = 1
     eval_temperature: float = 0.0

@@ -26,6 +26,7 @@ CHOICES: dict[str, Collection[Any]] = {
 _BOUNDS = {
     "num_batches_ahead": (0, "0 (on policy) or more"),
     "max_staleness": (0, "0 or more"),
+    "probe_every": (0, "0 (after the first two pushes none) or more"),
     "rollout_retries": (0, "0 or more"),
     "dynamic_sampling_max_groups": (0, "0 or more"),
     "rollout_chunk_size": (1, "1 or more, or leave it out"),

@@ -26,6 +26,8 @@ class InProcessSync(WeightSync):
         images: how prompts with images are read; None for text alone.
     """
 
+    probe_every = 8
+
     def __init__(
         self,
         policy: Any,

@@ -28,12 +28,14 @@ class WeightSync(ABC):
         policy_name: the policy's name in requests; None for the name of the model that is served.
         keeps_requests: requests in flight continue under the new weights; otherwise they must end before a push.
         sends_adapter: an adapter's tensors are sent, not the merged weights.
+        probe_every: pushes from one check by log-probs to the next, where the run does not say it.
     """
 
     pool: ServerPool | None = None
     policy_name: str | None = None
     keeps_requests: bool = True
     sends_adapter: bool = False
+    probe_every: int = 1
 
     @abstractmethod
     def connect(self, deadline_s: float) -> None:

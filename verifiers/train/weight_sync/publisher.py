@@ -290,7 +290,8 @@ class WeightPublisher:
         repeated_before, self._repeated_loads = self._repeated_loads, self.pool.repeated_loads
         # a server that was restarted, or refused a load and was asked again, may hold half of it
         is_doubtful = self._repeated_loads > repeated_before or self._pushes < 2
-        due = is_doubtful or (self._args.probe_every > 0 and self._pushes % self._args.probe_every == 0)
+        every = self.sync.probe_every if self._args.probe_every is None else self._args.probe_every
+        due = is_doubtful or (every > 0 and self._pushes % every == 0)
         self._pushes += 1
         self._check.forget()
         if due and (is_doubtful or not may_check_meanwhile or self._weights.is_sharded):
