@@ -6,9 +6,9 @@ A profile hook notes every Python function of `verifiers` that is entered (a cor
 resumes), in all threads of this process; the server is a process of its own. A file is counted once; a move is an
 entry whose file is another than that of the entry before it.
 
-The rollout: a single turn with one reward and token ids, from `run_groups` to its score, on a plain endpoint and
-after seven others: nothing is loaded or prepared in it, and its reward function, known to be quick, is called on the
-event loop. The shortest of three counts, as an answer may come in two pieces on a busy machine.
+The rollout: a single turn with one reward and token ids as training has it, a block of its own in an
+`AsyncBatchGenerator` with a `ServerPool`, from `submit_batch` to `get_batch` and after seven others: nothing is loaded
+or prepared in it. The shortest of three counts, as an answer may come in two pieces on a busy machine.
 
 The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one prompt of two rollouts.
 
@@ -20,7 +20,6 @@ Ends with one line of JSON: files, moves and calls of each.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
@@ -84,28 +83,26 @@ def load_environment() -> vf.SingleTurnEnv:
     return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric(funcs=[correct]))
 
 
-async def walk_rollout(walk: Walk, url: str) -> None:
-    from verifiers.inference.endpoint import Endpoint, HttpBackend
-    from verifiers.inference.token_in import token_in_for
+def walk_rollout(walk: Walk, url: str) -> None:
+    from verifiers.inference.server_pool import ServerPool
+    from verifiers.rollouts.block import BatchRequest
+    from verifiers.rollouts.generator import AsyncBatchGenerator
     from verifiers.rollouts.rollout import RolloutRequest
-    from verifiers.rollouts.run import Run
     from verifiers.types import RolloutKey
 
-    backend = HttpBackend(Endpoint(url))
-    token_in = token_in_for("auto", backend, "fake", require_tokens=True)
-    runner = Run(load_environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
     walked = []
-    for number in range(PLAYED_BEFORE + WALKED):
-        request = RolloutRequest(RolloutKey(0, number, 0), QUESTION, ANSWER, seed=number + 1)
-        if number >= PLAYED_BEFORE:
-            walk.start()
-        (group,) = await runner.run_groups([[request]])
-        walk.stop()
-        assert group.rollouts[0].reward == 1.0
-        walked.append(walk.entries)
-        walk.entries = []
+    with AsyncBatchGenerator(load_environment(), ServerPool([url]), "fake") as generator:
+        for number in range(PLAYED_BEFORE + WALKED):
+            request = RolloutRequest(RolloutKey(0, number, 0), QUESTION, ANSWER, seed=number + 1)
+            if number >= PLAYED_BEFORE:
+                walk.start()
+            generator.submit_batch(BatchRequest(number, [request]))
+            block = generator.get_batch(number)
+            walk.stop()
+            assert block.rollouts[0].reward == 1.0
+            walked.append(walk.entries)
+            walk.entries = []
     walk.entries = min(walked[PLAYED_BEFORE:], key=len)
-    await backend.close()
 
 
 def walk_block(walk: Walk, url: str) -> None:
@@ -166,7 +163,7 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr):
         walks["rollout"] = Walk()
         with server_process(ANSWER, "--instant") as url:
-            asyncio.run(walk_rollout(walks["rollout"], url))
+            walk_rollout(walks["rollout"], url)
         if not args.no_training:
             walks["block"] = Walk()
             with server_process(ANSWER) as url:
