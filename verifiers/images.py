@@ -18,18 +18,28 @@ MOST_BYTES = 32 * 2**20
 """Bytes of an encoded image."""
 
 
+def is_image(value: Any) -> bool:
+    """Return whether a value is an image of PIL, which need not be installed."""
+    return hasattr(value, "save") and hasattr(value, "convert")
+
+
 def image_part(image: Any) -> dict[str, Any]:
     """Return an image as a part of a message's content, with the image itself in it as a data URL.
 
     Args:
         image: an image of PIL, which becomes a PNG; the bytes of an image file, or its path, as they are.
     """
-    if hasattr(image, "save"):
+    if is_image(image):
         file = io.BytesIO()
         (image if image.mode == "RGBA" else image.convert("RGB")).save(file, "PNG")
         image = file.getvalue()
     elif isinstance(image, str | os.PathLike):
         image = Path(image).read_bytes()
+    if not isinstance(image, bytes):
+        raise TypeError(
+            f"an image is given as {type(image).__name__}; give an image of PIL (Image.fromarray makes one of an "
+            "array), the bytes of a file, or its path."
+        )
     known = ((b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"RIFF", "webp"))
     kind = next((name for begins, name in known if image.startswith(begins)), "png")
     url = f"data:image/{kind};base64,{base64.b64encode(image).decode()}"

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 
 def setup_logging(level: int | str = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
@@ -65,9 +65,10 @@ class Redactor:
         for secret in secrets:
             stripped = secret.strip()
             if len(stripped) >= _SHORTEST:
-                # as they stand, and as they stand inside JSON or the repr of an exception
+                # as they stand, and as they stand inside JSON, the repr of an exception or an address
                 escaped = (json.dumps(stripped)[1:-1], json.dumps(stripped, ensure_ascii=False)[1:-1])
-                forms.update((stripped, *escaped, repr(stripped)[1:-1]))
+                in_url = (quote(stripped), quote(stripped, safe=""))
+                forms.update((stripped, *escaped, *in_url, repr(stripped)[1:-1]))
         self._forms = sorted(forms, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:

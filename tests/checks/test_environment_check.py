@@ -140,6 +140,21 @@ def test_the_command_asks_a_model_and_prints_json(environment: str, capsys: pyte
     assert report["numbers"]["rewards"]["right"] == 1.0
 
 
+def test_without_a_judges_key_the_rows_are_checked_all_the_same(
+    environment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    text = SOURCE.replace("vf.Rubric([right])", "vf.JudgeRubric(judge_model='j', funcs=[graded])")
+    graded = (
+        "    async def graded(judge, prompt, completion, answer, state):\n        return 1.0\n    return vf.Single"
+    )
+    Path("judged_env.py").write_text(text.replace("    return vf.Single", graded).replace("rows[:12]", "rows"))
+    main(["judged_env.py", "-m", "fake"])
+    printed = capsys.readouterr().out
+    assert "judge-not-asked" in printed
+    assert "eval-trained-on" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

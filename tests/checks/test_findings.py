@@ -172,6 +172,7 @@ CASES: dict[str, tuple[str, Callable[[], vf.Environment]]] = {
         lambda: single(lambda completion, answer: float("<answer>" in completion[-1]["content"])),
     ),
     "paid-repeated-prompt": ("error", lambda: single([long_enough, right])),
+    "paid-long": ("error", lambda: with_plain(lambda completion: min(1.0, len(completion[-1]["content"]) / 500))),
     "paid-buried": ("warning", lambda: with_plain(somewhere)),
     "paid-two-answers": ("warning", lambda: with_plain(somewhere)),
     "paid-cut-thought": ("warning", lambda: with_plain(somewhere)),
@@ -390,3 +391,78 @@ def test_checks_are_asked_for_without_a_loop() -> None:
     assert not report.is_right
     assert report.findings[0].severity == "error"
     assert {"rows", "rewards"} == set(report.numbers)
+
+
+def number_of(completion: Any, default: float) -> float:
+    try:
+        return float(completion[-1]["content"])
+    except ValueError:
+        return default
+
+
+async def test_the_best_reward_may_be_nothing() -> None:
+    def distance(completion: Any, answer: str) -> float:
+        return -min(100.0, abs(number_of(completion, math.inf) - float(answer)))
+
+    def silent(completion: Any, answer: str) -> float:
+        return 0.0 if completion[-1]["content"] in ("", answer) else -1.0
+
+    assert not [kind for kind in await kinds_of(with_plain(distance)) if kind.startswith(("right-", "paid-"))]
+    found = await kinds_of(with_plain(silent))
+    assert found.get("paid-empty") == "error"
+    assert "right-not-rewarded" not in found
+
+
+BOXED: Rows = [{"question": row["question"], "answer": f"So it is.\n#### {row['answer']}"} for row in ROWS]
+LISTED: Rows = [{"question": row["question"], "answer": [row["answer"], "or so"]} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows"),
+    [
+        (lambda completion, answer: float("\\boxed{" + answer.split("#### ")[-1] + "}" in said(completion)), BOXED),
+        (lambda completion, answer: float(said(completion) in answer), LISTED),
+        (lambda completion, answer: float(said(completion) == f"Answer: {answer}"), ROWS),
+        (lambda completion, answer: float(said(completion) == f"The final answer is {answer}."), ROWS),
+    ],
+)
+async def test_the_form_of_a_right_answer_is_found(reward: Any, rows: Rows) -> None:
+    report = await check_environment(with_rows(reward, rows))
+    assert not [found.kind for found in report.findings if found.kind.startswith("right-")]
+    assert report.numbers["rewards"]["right"] == 1.0
+
+
+def said(completion: Any) -> str:
+    return str(completion[-1]["content"])
+
+
+async def test_a_form_that_is_not_known_is_a_warning() -> None:
+    found = await kinds_of(with_rows(lambda completion, answer: float(said(completion) == f"~{answer}~"), ROWS))
+    assert found.get("right-not-rewarded") == "warning"
+
+
+async def test_weights_of_nothing_reward_nothing() -> None:
+    assert (await kinds_of(single(right, weights=[0.0]))).get("rewards-not-possible") == "error"
+
+
+async def test_an_answer_in_the_system_prompt_is_a_leak() -> None:
+    rows = [
+        {
+            "prompt": [{"role": "system", "content": f"It is {name}."}, {"role": "user", "content": "Who?"}],
+            "answer": name,
+        }
+        for name in NAMES
+    ]
+    assert (await kinds_of(single(rows=rows, evals=None))).get("answer-in-prompt") == "warning"
+
+
+async def test_one_cause_is_one_finding() -> None:
+    report = await check_environment(
+        with_plain(lambda completion, answer: float(int(said(completion)) == int(answer)))
+    )
+    (failed,) = [found for found in report.findings if found.kind == "grading-fails"]
+    assert "invalid literal" in failed.text
+
+
+async def test_a_random_reward_is_not_its_neighbours_fault() -> None:
+    assert "depends-on-neighbours" not in await kinds_of(single(random_reward))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.envs.tools import Tool, requested_calls, tool_definition
+from verifiers.envs.tools import Tool, requested_calls, tool_definition, tool_message
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
@@ -381,3 +381,24 @@ async def test_a_subclass_may_go_on_after_an_answer_without_calls() -> None:
     completion, state = await Asks(tools=[add], eval_dataset=ROWS).rollout(FakeClient(["2", "yes"]), "m", ASK)
     assert [message["content"] for message in completion] == ["2", "sure?", "yes"]
     assert state["turn"] == 2
+
+
+def test_images_of_tools_are_parts_alone_and_beside_texts() -> None:
+    image = pytest.importorskip("PIL.Image").new("RGB", (2, 2), "red")
+    part = vf.image_part(image)
+    words = {"type": "text", "text": "red"}
+    for result, expected in (
+        (image, [part]),
+        (part, [part]),
+        ((part, part), [part, part]),
+        ([image, "red"], [part, words]),
+        (words, [words]),
+    ):
+        assert tool_message(result, "call_0")["content"] == expected
+    for result in ("red", ["red", "blue"], ("red",), [part, 3], {"type": "book"}, None):
+        assert tool_message(result, "call_0")["content"] == str(result)
+
+
+def test_an_image_of_no_known_kind_is_named() -> None:
+    with pytest.raises(TypeError, match=r"given as bytearray; give an image of PIL"):
+        vf.image_part(bytearray(b"x"))

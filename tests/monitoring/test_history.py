@@ -39,7 +39,14 @@ def answered_by_tool(text: str) -> dict[str, Any]:
     return {"prompt": [], "rollouts": [{"reward": 1.0, "completion": said}]}
 
 
+def said_by_env(text: str) -> dict[str, Any]:
+    said = [{"role": "assistant", "text": "4"}, {"role": "user", "text": text}]
+    return {"prompt": [{"text": text}], "rollouts": [{"reward": 1.0, "completion": said}]}
+
+
+LATE = Evaluations([12.0, 20.0, 29.0], [0.83, 0.82, 0.84], [0.02, 0.02, 0.02], trained_on=False)
 FLAT = Evaluations([0.0, 15.0, 29.0], [0.3, 0.31, 0.3], [0.02, 0.02, 0.02], trained_on=False)
+OVERFIT = Evaluations([0.0, 15.0, 29.0], [0.3, 0.7, 0.45], [0.02, 0.02, 0.02], trained_on=False)
 RISING = Evaluations([0.0, 15.0, 29.0], [0.3, 0.5, 0.8], [0.02, 0.02, 0.02], trained_on=False)
 GOOD = [sample("4", 1.0)] * 30
 SHARE = "completions__frac_identical_groups"
@@ -49,6 +56,7 @@ SHARE = "completions__frac_identical_groups"
     ("found", "run", "samples"),
     [
         ("not what is evaluated", history(evals=FLAT), []),
+        ("not what is evaluated", history(evals=OVERFIT), []),
         (
             "one reward for another",
             history(rewards__format__mean=line(0.1, 1.0), rewards__right__mean=line(0.6, 0.2)),
@@ -72,6 +80,15 @@ def test_what_speaks_against_a_rising_reward_is_named(found: str, run: History, 
     assert finding.advice
 
 
+def test_what_is_only_measured_or_costs_may_fall() -> None:
+    run = history(rewards__right__mean=line(0.1, 1.0), rewards__tokens__mean=line(90.0, 20.0))
+    assert [found.kind for found in find_trends(run)] == ["one reward for another"]
+    for weight in (0.0, -0.01):
+        assert find_trends(run, (), {"right": 1.0, "tokens": weight}) == []
+    assert find_trends(run, (), {"right": 1.0, "tokens": 0.01})
+    assert find_trends(run, (), {"right": 1.0}) == []
+
+
 @pytest.mark.parametrize(
     ("run", "samples"),
     [
@@ -92,7 +109,10 @@ def test_what_speaks_against_a_rising_reward_is_named(found: str, run: History, 
         (history(), [*GOOD, *[calling("submit")] * 15]),
         # a line that somebody edited
         (history(), [*GOOD, {"prompt": None, "rollouts": [{"reward": 1.0, "completion": ["4", 5]}]}]),
-        # what a tool says is not the policy's
+        # it rose before the first evaluation, and both by little
+        (history(reward=[*line(0.2, 0.8, 10), *line(0.8, 0.85, POINTS - 10)], evals=LATE), []),
+        # what a tool says is not the policy's, nor what the environment says last
+        (history(), [*GOOD, *[said_by_env("2+2?")] * 15]),
         (history(), [*GOOD, *[answered_by_tool("row " * 40)] * 15]),
         # the same answer again and again is no long text, and texts may repeat what they always did
         (history(), [sample("so it is " * 20, 0.9)] * 30),

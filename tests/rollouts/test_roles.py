@@ -50,6 +50,20 @@ def played(env: Any) -> Rollout:
     return rollout
 
 
+def test_a_role_stays_one_under_other_options() -> None:
+    class Patient(Pair):
+        async def rollout(self, client: Any, *args: Any, **kwargs: Any) -> Any:
+            role = client.role
+            client.role = lambda name: role(name).with_options(timeout=30)
+            return await super().rollout(client, *args, **kwargs)
+
+    assert [row.role for row in played(Patient(dataset=env_with().dataset, rubric=vf.Rubric([by_role]))).rows] == [
+        "proposer",
+        "solver",
+        "proposer",
+    ]
+
+
 def test_each_role_has_rows_and_a_reward_of_its_own() -> None:
     rollout = played(env_with(by_role, lambda completion: 1.0, weights=[0.5, 1.0]))
     assert [row.role for row in rollout.rows] == ["proposer", "solver", "proposer"]

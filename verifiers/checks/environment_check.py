@@ -47,7 +47,7 @@ async def check_environment(
     told: list[bool] = []
     for group, member in _members(env):
         part = f"rewards{group}"
-        hindered, numbers = _no_rewards(member), dict[str, Any]()
+        hindered, numbers = why_not_rewarded(member), dict[str, Any]()
         if hindered is not None:
             found, run = [hindered], None
         else:
@@ -72,11 +72,14 @@ def _members(env: Any, group: str = "") -> Iterator[tuple[str, Any]]:
         yield from _members(member, f" of {name}{group}")
 
 
-def _no_rewards(env: Any) -> CheckFinding | None:
+def why_not_rewarded(env: Any) -> CheckFinding | None:
     """Return why an environment's rollouts cannot be rewarded here, if so."""
     try:
         if getattr(env.rubric, "is_empty", False):
             raise ConfigError("the rubric has no reward function, so every reward is 0.0.")
+        weights = env.get_reward_weights()
+        if weights and not any(weights):
+            raise ConfigError("every reward function has weight 0, so every reward is 0.0.")
         for rubric in rubrics_of(env):
             if isinstance(rubric, JudgeRubric):
                 # its key comes below

@@ -12,6 +12,7 @@ from verifiers.checks.check_report import CheckFinding, Severity, named_rows
 from verifiers.envs.datasets import row_fields
 from verifiers.rubrics.judge_rubric import question_text
 from verifiers.rubrics.scoring import reward_name, signature_of
+from verifiers.types import message_field
 
 NGRAM = 8
 """Words of the pieces by which near repetitions are found."""
@@ -121,10 +122,10 @@ def _is_hidden(rows: list[Fields]) -> bool:
 def _answers_in_prompts(rows: list[Fields], kind: str) -> Iterator[CheckFinding]:
     """Find answers that can be copied; where other rows' answers stand there as well, they are choices."""
     asked = [
-        (place, question_text(prompt), str(answer))
+        (place, text, str(answer))
         for place, (prompt, answer, *_) in enumerate(rows)
         # what makes up most of a prompt is what the task is about
-        if _SHORTEST_ANSWER <= len(str(answer)) < _MATERIAL * len(question_text(prompt))
+        if _SHORTEST_ANSWER <= len(str(answer)) < _MATERIAL * len(text := _given_text(prompt))
     ]
     own = [place for place, text, answer in asked if _stands_in(answer, text)]
     others = 0
@@ -136,6 +137,13 @@ def _answers_in_prompts(rows: list[Fields], kind: str) -> Iterator[CheckFinding]
         text = f"the answer stands in the prompt of {len(own)} of {len(asked)} rows, and a policy can copy it"
         mend = "take it out, unless finding it there is the task."
         yield CheckFinding("answer-in-prompt", "warning", named_rows(own, kind), text, mend)
+
+
+def _given_text(prompt: Any) -> str:
+    """Return what a prompt says, without the answers of its examples."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(question_text([one]) for one in prompt if message_field(one, "role") != "assistant")
 
 
 def _stands_in(answer: str, text: str) -> bool:

@@ -72,7 +72,7 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport:
-    from verifiers.checks.environment_check import check_environment
+    from verifiers.checks.environment_check import check_environment, why_not_rewarded
     from verifiers.envs.lifecycle import run_teardown
 
     options: dict[str, Any] = {"rows": args.rows, "max_model_len": args.max_model_len}
@@ -80,7 +80,8 @@ async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport
         options["count_tokens"] = _counter(args.tokenizer)
     run: Any = None
     try:
-        if args.model is not None or args.api_base_url:
+        # without the key of a judge, what needs no model is still found
+        if (args.model is not None or args.api_base_url) and why_not_rewarded(env) is None:
             run = await _run_of(args, env)
             options |= {"prompts": args.num_examples, "rollouts_per_example": args.rollouts_per_example}
         return await check_environment(env, name, run=run, **options)

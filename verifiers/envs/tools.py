@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 from verifiers.concurrency import OverdueError, is_async_function, threads_for, without_partials
 from verifiers.errors import ConfigError, InfraError, ModelError, ToolCallError, ToolParseError
+from verifiers.images import image_part, is_image
 from verifiers.inference.wire import whole_characters
 from verifiers.keywords import warn_once
 from verifiers.types import ChatMessage, message_field
@@ -187,9 +188,12 @@ def parse_arguments(call: RequestedCall) -> dict[str, Any]:
 
 
 def tool_message(result: Any, call_id: str) -> ChatMessage:
-    """Return a tool's answer as a message: lists of content parts as they are, all else as `str` of it."""
-    is_parts = isinstance(result, list) and bool(result) and all(_is_part(item) for item in result)
-    content = result if is_parts else whole_characters(str(result))
+    """Return a tool's answer as a message: content parts and images as parts, with texts beside them; else `str`."""
+    listed = result if isinstance(result, list | tuple) else [result]
+    items = [image_part(one) if is_image(one) else one for one in listed]
+    parts = [{"type": "text", "text": one} if isinstance(one, str) else one for one in items]
+    has_parts = any(map(_is_part, items)) and all(map(_is_part, parts))
+    content = parts if has_parts else whole_characters(str(result))
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 

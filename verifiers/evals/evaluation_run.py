@@ -23,7 +23,15 @@ from verifiers.data.sampler import Shard, rollout_seed
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import METADATA, RESULTS, iter_rows, new_run_directory, read_metadata, require_whole
+from verifiers.evals.store import (
+    METADATA,
+    RESULTS,
+    finite,
+    iter_rows,
+    new_run_directory,
+    read_metadata,
+    require_whole,
+)
 from verifiers.evals.summary import rollouts_planned, run_summary
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.log import Redactor
@@ -275,7 +283,7 @@ class EvaluationRun:
 
     def summary(self, seconds: float, **options: Any) -> dict[str, Any]:
         """Return the run in numbers; to the seconds of this process those of earlier ones are added."""
-        before = (self.metadata.get("summary") or {}).get("seconds") or 0.0
+        before = _seconds_before(self.metadata)
         found = run_summary(self.results, self.metadata, before + seconds, **options)
         if self.lag.late_ms:
             shares = {"p50": 0.5, "p95": 0.95, "max": 1.0}
@@ -343,8 +351,9 @@ def open_run(
     if stored.get("status") == "running" and (directory / RESULTS).is_file():
         # killed, so nobody wrote its seconds: they are those from its first metadata to its last rollout
         last, first = ((directory / name).stat().st_mtime for name in (RESULTS, METADATA))
-        summary = stored.get("summary") or {}
-        stored["summary"] = {**summary, "seconds": (summary.get("seconds") or 0.0) + max(0.0, last - first)}
+        summary = stored.get("summary")
+        known = summary if isinstance(summary, Mapping) else {}
+        stored["summary"] = {**known, "seconds": _seconds_before(stored) + max(0.0, last - first)}
     results, done = finished_rollouts(
         directory, plan["rollouts_per_example"], whole_groups=whole_groups, redact=redact
     )
@@ -403,6 +412,11 @@ def fingerprint(dataset: Any) -> str:
     return digest.hexdigest()
 
 
+def _seconds_before(metadata: Mapping[str, Any]) -> float:
+    summary = metadata.get("summary")
+    return (finite(summary.get("seconds")) or 0.0) if isinstance(summary, Mapping) else 0.0
+
+
 def find_run(directory: Path, plan: Mapping[str, Any], rows: Any = None) -> Path | None:
     """Return the newest run below `directory` that a plan continues, or None; `rows` as in `open_run`."""
     found: list[tuple[bool, float, str, Path]] = []
@@ -413,7 +427,7 @@ def find_run(directory: Path, plan: Mapping[str, Any], rows: Any = None) -> Path
             continue  # foreign or damaged: not a run to continue
         is_same = metadata.get("identity") == run_identity(plan)
         if metadata.get("shard") == plan.get("shard") and (is_same or _is_part(metadata, plan, rows)):
-            found.append((is_same, float(metadata.get("started_at") or 0.0), path.parent.name, path.parent))
+            found.append((is_same, finite(metadata.get("started_at")) or 0.0, path.parent.name, path.parent))
     return max(found)[-1] if found else None
 
 

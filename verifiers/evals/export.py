@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from verifiers.envs.datasets import without_bars
 from verifiers.errors import ConfigError, Error, HubError
 from verifiers.evals.export_inspect import write_inspect
-from verifiers.evals.store import StoredRun, json_line, metrics_of, read_run
+from verifiers.evals.store import RESULTS, StoredRun, json_line, metrics_of, read_run, require_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -177,8 +177,15 @@ def preference_rows(run: StoredRun, least_difference: float = 0.0) -> Iterator[d
 def _scored_by_prompt(run: StoredRun) -> Iterator[list[dict[str, Any]]]:
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in run.rows:
+        require_whole(run.directory, row)
         # a truncated answer is scored, and no example to learn from
         if row.get("reward") is not None and row.get("outcome") == "completed":
+            for name in ("prompt", "completion"):
+                if not isinstance(row.get(name), str | list):
+                    place = f"a row of {str(run.directory / RESULTS)!r}"
+                    raise ConfigError(
+                        f"{place} has {row.get(name)!r:.80} as its {name}; give it a text or messages."
+                    )
             groups.setdefault(row["example_id"], []).append(row)
     yield from groups.values()
 

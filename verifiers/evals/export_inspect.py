@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import mean_and_stderr_clustered
-from verifiers.evals.store import StoredRun, json_line, metrics_of
+from verifiers.evals.store import StoredRun, json_line, metrics_of, require_whole
 from verifiers.types import image_url_of
 
 _VERSION = 2
@@ -47,6 +47,8 @@ def _header(run: StoredRun) -> dict[str, Any]:
     metadata = run.metadata
     created = _time(metadata.get("started"))
     env, model = str(metadata.get("env") or run.directory.name), str(metadata.get("model") or "none")
+    for row in run.rows:
+        require_whole(run.directory, row)
     ids = list(dict.fromkeys(row["example_id"] for row in run.rows))
     epochs = max(map(_epoch, run.rows))
     versions = metadata.get("versions")

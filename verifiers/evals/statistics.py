@@ -75,7 +75,7 @@ def mean_and_stderr_clustered(
     _check_confidence(confidence)
     clusters = [rewards for rewards in rewards_by_prompt if len(rewards)]
     known = _bounds(bounds, clusters)
-    return _estimate([fmean(rewards) for rewards in clusters], sum(map(len, clusters)), known, confidence)
+    return _estimate([_mean(rewards) for rewards in clusters], sum(map(len, clusters)), known, confidence)
 
 
 def mean_over_prompts(
@@ -114,7 +114,7 @@ def paired_difference(
     rollouts = sum(len(before[key]) + len(after[key]) for key in shared)
     known = _bounds(bounds, [side[key] for key in shared for side in (before, after)])
     return _estimate(
-        [fmean(after[key]) - fmean(before[key]) for key in shared], rollouts, _differences(known), confidence
+        [_mean(after[key]) - _mean(before[key]) for key in shared], rollouts, _differences(known), confidence
     )
 
 
@@ -136,8 +136,8 @@ def unpaired_difference(
     a, b = (mean_and_stderr_clustered(side, confidence=each, bounds=known or UNBOUNDED) for side in (before, after))
     mean, stderr = b.mean - a.mean, math.hypot(a.stderr, b.stderr)
     if stderr > 0:
-        parts = [(e.stderr**2, e.prompts - 1) for e in (a, b)]
-        degrees = sum(square for square, _ in parts) ** 2 / sum(square**2 / count for square, count in parts)
+        shares = [(e.stderr / stderr, e.prompts - 1) for e in (a, b)]
+        degrees = 1 / sum(share**4 / count for share, count in shares)
         half = t_quantile((1 + confidence) / 2, degrees) * stderr
         low, high = mean - half, mean + half
     else:
@@ -157,18 +157,26 @@ def detectable_difference(stderr: float, degrees: float, *, confidence: float = 
     return (t_quantile((1 + confidence) / 2, degrees) + t_quantile(_POWER, degrees)) * stderr
 
 
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return fmean(values)
+    except OverflowError:
+        return math.nan
+
+
 def _estimate(values: Sequence[float], rollouts: int, bounds: Bounds | None, confidence: float) -> Estimate:
     """Return the mean of one independent value a prompt, each within `bounds`."""
     prompts = len(values)
     if not prompts:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0)
-    mean = fmean(values)
+    mean = _mean(values)
     if prompts == 1:
         return Estimate(mean, math.nan, math.nan, math.nan, 1, rollouts)
     if max(values) - min(values) <= _SAME:
         low, high = without_variation(mean, prompts, bounds, confidence) if bounds else (math.nan, math.nan)
         return Estimate(mean, 0.0, low, high, prompts, rollouts)
-    stderr = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (prompts - 1) / prompts)
+    # a product may be infinite, where a power is an error
+    stderr = math.sqrt(math.fsum((value - mean) * (value - mean) for value in values) / (prompts - 1) / prompts)
     if bounds is not None and _all_at(values, bounds):
         right = sum(value > mean for value in values)
         low, high = (

@@ -77,6 +77,13 @@ def split_variance(rewards_by_prompt: Sequence[Sequence[float]]) -> VarianceSpli
     if prompts < 2 or total == prompts:
         return VarianceSplit(math.nan, math.nan, math.nan)
     size = (total - sum(len(rewards) ** 2 for rewards in groups) / total) / (prompts - 1)
+    try:
+        return _split(groups, prompts, total, size)
+    except OverflowError:
+        return VarianceSplit(math.nan, math.nan, math.nan)
+
+
+def _split(groups: Sequence[Sequence[float]], prompts: int, total: int, size: float) -> VarianceSplit:
     means = [math.fsum(rewards) / len(rewards) for rewards in groups]
     overall = math.fsum(reward for rewards in groups for reward in rewards) / total
     squares = math.fsum(

@@ -109,8 +109,9 @@ class MessagesWire:
         content: list[dict[str, Any]] = []
         if reasoning_of(message):
             content.append({"type": "thinking", "thinking": reasoning_of(message), "signature": ""})
-        if message.get("content"):
-            content.append({"type": "text", "text": message["content"], "citations": None})
+        refused = message.get("refusal") or choice["finish_reason"] == "content_filter"
+        if said := message.get("content") or message.get("refusal"):
+            content.append({"type": "text", "text": said, "citations": None})
         content += [
             {
                 "type": "tool_use",
@@ -124,6 +125,8 @@ class MessagesWire:
         reason = "end_turn"
         if choice["finish_reason"] == "length":
             reason = "max_tokens"
+        elif refused:
+            reason = "refusal"
         elif message.get("tool_calls"):
             reason = "tool_use"
         elif isinstance(matched, str) and matched in (call.arguments.get("stop") or ()):

@@ -85,11 +85,12 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _json_bytes(data: Any) -> bytes:
-    """Return data as JSON in UTF-8; half of a surrogate pair, which models do write, is escaped."""
+    """Return data as JSON in UTF-8; half of a surrogate pair, which models do write, is escaped, and NaN is null."""
     try:
-        return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(data, separators=(",", ":")).encode()
+        return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        readable = json.loads(json.dumps(data), parse_constant=lambda name: None)
+        return json.dumps(readable, separators=(",", ":")).encode()
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

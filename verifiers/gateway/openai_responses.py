@@ -106,6 +106,8 @@ class ResponsesWire:
         status = "incomplete" if is_cut else "completed"
         if message.get("content") or not message.get("tool_calls"):
             part: dict[str, Any] = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
+            if message.get("refusal"):
+                part = {"type": "refusal", "refusal": message["refusal"]}
             output.append(
                 {"id": _new("msg"), "type": "message", "role": "assistant", "status": status, "content": [part]}
             )
@@ -180,12 +182,13 @@ def _events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _content_events(parts: Iterable[Mapping[str, Any]], item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for index, part in enumerate(parts):
         at = {**item, "content_index": index}
-        name = "reasoning_text" if part["type"] == "reasoning_text" else "output_text"
-        shown: dict[str, Any] = {} if name == "reasoning_text" else {"logprobs": []}
-        yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
-        for piece in text_pieces(part["text"]):
+        name = part["type"]
+        shown: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+        field = "refusal" if name == "refusal" else "text"
+        yield {"type": "response.content_part.added", **at, "part": {**part, field: ""}}
+        for piece in text_pieces(part[field]):
             yield {"type": f"response.{name}.delta", **at, "delta": piece, **shown}
-        yield {"type": f"response.{name}.done", **at, "text": part["text"], **shown}
+        yield {"type": f"response.{name}.done", **at, field: part[field], **shown}
         yield {"type": "response.content_part.done", **at, "part": part}
 
 
@@ -253,6 +256,8 @@ def _part(part: Any, place: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in (*_TEXT, "reasoning_text"):
         return {"type": "text", "text": _text(part, "text", place)}
+    if kind == "refusal":
+        return {"type": "text", "text": _text(part, "refusal", place)}
     if kind == "input_image" and part.get("image_url"):
         return {"type": "image_url", "image_url": {"url": _text(part, "image_url", place)}}
     raise RefusedCallError(f"input.{place} has a part of type {kind!r:.40}, which is not supported here.")

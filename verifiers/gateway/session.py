@@ -388,12 +388,16 @@ def _name_of_limit(call: AgentCall) -> str:
 def read_arguments(text: str) -> Any:
     """Return a tool call's arguments as an object; what is not a JSON object is put under the name "arguments"."""
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text or "{}", parse_constant=_refuse_constant)
         # an agent's SDK cannot send half of a surrogate pair back
         value = json.loads(whole_characters(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _is_refused(client: RolloutClient, arguments: Mapping[str, Any]) -> bool:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 # labels of a name, which are not all numbers, or an address of version 4
-_HOST = re.compile(r"(?![\d.]+$)([^\s.%\\]{1,63}\.)*[^\s.%\\]{1,63}\.?|\d+(\.\d+){3}")
+_BYTE = r"(25[0-5]|(2[0-4]|1?\d)?\d)"
+_HOST = re.compile(rf"(?![\d.]+$)([^\s.%\\]{{1,63}}\.)*[^\s.%\\]{{1,63}}\.?|{_BYTE}(\.{_BYTE}){{3}}")
 
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
@@ -44,6 +45,8 @@ def check_base_url(url: str) -> None:
             problem = "has a user or password in it; send that as a key or a header"
         elif parts.netloc.count(":") > 1 and "]" not in parts.netloc:
             problem = "has an IPv6 address without brackets"
+        elif not re.fullmatch(r"[^\]]*(\](:.*)?)?", parts.netloc):
+            problem = "has something behind the brackets of its address that is no port"
         elif ":" not in parts.hostname and not _HOST.fullmatch(parts.hostname):
             problem = "has a host that is neither a name nor an address"
         elif parts.port == 0:
@@ -263,7 +266,9 @@ class HttpBackend:
             limit_s = float(given) if given else limit_s
             options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.endpoint.connect_timeout_s)
         try:
-            async with session.post(url, data=sent, **options) as response:
+            # elsewhere neither the headers with their keys nor what is said is meant for
+            async with session.post(url, data=sent, allow_redirects=False, **options) as response:
+                place = response.headers.get("Location") if 300 <= response.status < 400 else None
                 status, self._has_answered = response.status, True
                 content = await read_body(response, self.endpoint.max_answer_mb)
                 retry_after = None if status == 200 else retry_after_s(response.headers)
@@ -285,6 +290,9 @@ class HttpBackend:
             raise RetryableError(text, unreachable=True, broke=not refused, unresolved=unresolved) from error
         if status == 200:
             return await _decode(content, url)
+        if place is not None:
+            there = url_without_secrets(urllib.parse.urljoin(url, place))
+            raise ProviderError(f"{url} answered {status} and sends on to {there!r:.200}; give the base URL of that.")
         text = self._redact(content.decode(errors="replace"))[:_LONGEST_ERROR]
         refusal = status_error(url, status, text, retry_after)
         if status == 404 and re.search(r"/v\d", self.base_url) is None:

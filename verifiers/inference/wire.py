@@ -339,7 +339,8 @@ def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
     prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     completion_ids = choice.get("token_ids")
     counted = _counted_tokens(answer)
-    refusal = (choice.get("message") or {}).get("refusal")
+    message = choice.get("message")
+    refusal = message.get("refusal") if isinstance(message, Mapping) else None
     filtered = "content_filter" if choice.get("finish_reason") == "content_filter" else None
     return SampledTokens(
         prompt_ids,
@@ -539,6 +540,8 @@ def read_completion(
             if choice.get("finish_reason") == "error":
                 said = (choice.get("error") or {}).get("message")
                 raise RetryableError(f"{url} answered with a choice that failed: {said!r:.300}")
+            if not isinstance(choice.get("finish_reason"), str):
+                choice["finish_reason"] = None
             if field == "text":
                 choice["text"] = whole_characters(choice["text"])
             elif field is not None and choice.get("message"):

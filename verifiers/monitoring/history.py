@@ -224,8 +224,13 @@ class _Change:
         return f"from {self.first:.3g} to {self.last:.3g}"
 
 
-def find_trends(history: History, samples: Iterable[Mapping[str, Any]] = ()) -> list[Finding]:
-    """Return what speaks against a reward that rises; nothing where it does not, or after too few logs."""
+def find_trends(
+    history: History, samples: Iterable[Mapping[str, Any]] = (), weights: Mapping[str, float] | None = None
+) -> list[Finding]:
+    """Return what speaks against a reward that rises; nothing where it does not, or after too few logs.
+
+    `weights` are those of the reward functions, by name; 1 each where they are not known.
+    """
     reward = _change(history.values("reward"))
     if reward is None or not reward.rises:
         return []
@@ -233,7 +238,7 @@ def find_trends(history: History, samples: Iterable[Mapping[str, Any]] = ()) -> 
     rollouts = [(line, one) for line, one in sampled if finite(one.get("reward")) is not None]
     return [
         *_not_held_out(history, reward),
-        *_functions_apart(history),
+        *_functions_apart(history, weights if isinstance(weights, Mapping) else None),
         *_longer(history, reward),
         *_alike(history),
         *_repeating([_said(one) for _, one in rollouts]),
@@ -255,33 +260,61 @@ def _not_held_out(history: History, reward: _Change) -> Iterator[Finding]:
     for name, found in history.evaluations.items():
         if found.trained_on or len(found.steps) < 2 or not found.steps[0] <= middle < found.steps[-1]:
             continue
-        if not _rose(found):
+        risen = found.rewards[-1] - found.rewards[0] + 2 * _error(found)
+        if _fell(found) or risen < 0.5 * _rise_meanwhile(history, found):
             what = name_eval_reward(name, {f"{name.removesuffix('reward')}prompts_trained_on": found.trained_on})
             yield Finding(
                 "not what is evaluated",
-                f"the reward rose {reward}, the {what} did not ({found.rewards[0]:.3g} to {found.rewards[-1]:.3g})",
+                f"the reward rose {reward}, the {what} did not with it ({found.rewards[0]:.3g}, at its best "
+                f"{found.rewards[found.best]:.3g}, at last {found.rewards[-1]:.3g})",
                 "more prompts or fewer epochs; and see by vf-check what the reward pays for",
             )
 
 
+def _rise_meanwhile(history: History, found: Evaluations) -> float:
+    """Return what the training reward rose by from the first evaluation to the last: means of a tenth of the run."""
+    near = (history.steps[-1] - history.steps[0]) / 20
+    pairs = [pair for pair in zip(history.steps, history.values("reward"), strict=True) if math.isfinite(pair[1])]
+
+    def around(at: float) -> float:
+        close = [value for step, value in pairs if abs(step - at) <= near]
+        return fmean(close or [min(pairs, key=lambda pair: abs(pair[0] - at))[1]])
+
+    return around(found.steps[-1]) - around(found.steps[0])
+
+
+def _error(found: Evaluations, at: int = 0) -> float:
+    return math.hypot(*(error for error in (found.errors[at], found.errors[-1]) if math.isfinite(error)))
+
+
+def _fell(found: Evaluations) -> bool:
+    return found.rewards[found.best] - found.rewards[-1] > 3 * _error(found, found.best)
+
+
 def _rose(found: Evaluations) -> bool:
-    errors = [error for error in (found.errors[0], found.errors[-1]) if math.isfinite(error)]
-    return found.rewards[-1] - found.rewards[0] > math.hypot(*errors)
+    return found.rewards[-1] - found.rewards[0] > _error(found)
 
 
-def _functions_apart(history: History) -> Iterator[Finding]:
+def _functions_apart(history: History, weights: Mapping[str, float] | None) -> Iterator[Finding]:
     changes = {
-        name.removeprefix("rewards/").removesuffix("/mean"): change
-        for name in history.names("rewards/", "/mean")
-        if (change := _change(history.values(name))) is not None
+        name: _Change(weight * change.first, weight * change.last, abs(weight) * change.error)
+        for logged in history.names("rewards/", "/mean")
+        if (change := _change(history.values(logged))) is not None
+        # what is only measured may fall
+        if (weight := _weight(name := logged.removeprefix("rewards/").removesuffix("/mean"), weights))
     }
     rising = {name: change for name, change in changes.items() if change.rises}
-    falling = {name: change for name, change in changes.items() if change.falls}
+    # the one of several that falls by chance is not meant
+    falling = {name: one for name, one in changes.items() if one.falls and one.first - one.last > 4 * one.error}
     if rising and falling:
         up = max(rising, key=lambda name: rising[name].last - rising[name].first)
         down = min(falling, key=lambda name: falling[name].last - falling[name].first)
         text = f"{up!r} rose {rising[up]} while {down!r} fell {falling[down]}"
         yield Finding("one reward for another", text, f"more weight for {down!r}, or one function that needs both")
+
+
+def _weight(name: str, weights: Mapping[str, float] | None) -> float:
+    return 1.0 if weights is None else finite(weights.get(name)) or 0.0
 
 
 def _longer(history: History, reward: _Change) -> Iterator[Finding]:
@@ -349,7 +382,9 @@ def _paid_for_nothing(rollouts: Sequence[Sampled]) -> Iterator[Finding]:
 
 
 def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
-    last = _last_message(rollout.get("completion"))
+    messages = [one for one in rollout.get("completion") or () if isinstance(one, Mapping)]
+    # what the environment said last is not the policy's
+    last = _last_message([one for one in messages if one.get("role") != "user"])
     text, asked = str(last.get("text", "")).strip(), str(_last_message(line.get("prompt")).get("text", ""))
     if last.get("calls") or last.get("role") == "tool":
         # an answer of its own

@@ -111,7 +111,11 @@ def write_page(target: Path, text: str) -> Path:
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(target, text)
+    if target.exists() and not target.is_file():
+        # a device or a pipe is written to, and stays what it is
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+    else:
+        replace_file(target, text)
     return target
 
 

@@ -316,10 +316,12 @@ def find_runs(root: Path) -> dict[str, Path]:
         path = Path(parent)
         depth = len(path.relative_to(root).parts)
         names[:] = [] if depth >= _DEEPEST else [name for name in names if not name.startswith(".")]
-        file = _record_of(path)
-        if file is not None and file.resolve().is_relative_to(real_root):
-            key = path.relative_to(root).as_posix() if depth else real_root.name or "run"
-            found.append((-file.stat().st_mtime, key, path))
+        # another user's may be listed and not read
+        with contextlib.suppress(OSError):
+            file = _record_of(path)
+            if file is not None and file.resolve().is_relative_to(real_root):
+                key = path.relative_to(root).as_posix() if depth else real_root.name or "run"
+                found.append((-file.stat().st_mtime, key, path))
     return {key: path for _, key, path in sorted(found)}
 
 

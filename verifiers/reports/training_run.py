@@ -71,7 +71,7 @@ def training_page(directory: Path, *, live: bool = False) -> str:
 def training_data(directory: Path) -> dict[str, Any]:
     """Return what the page shows of a run, as plain data without NaN and without the secrets of this process."""
     run, history = read_run(directory), read_history(directory)
-    updates = run.get("updates_per_block")
+    updates, samples = run.get("updates_per_block"), filter(_is_sample, read_lines(directory / SAMPLES))
     data = {
         "version": run_version(directory),
         "title": " / ".join(str(run[key]) for key in ("env", "model") if run.get(key)) or directory.resolve().name,
@@ -80,9 +80,7 @@ def training_data(directory: Path) -> dict[str, Any]:
         "stoppedBy": str(run["stopped_by"]) if run.get("stopped_by") else "",
         "head": _head(run, history),
         "learning": _finding(history.signal.finding(updates if isinstance(updates, int) else 1)),
-        "trends": [
-            _finding(found) for found in find_trends(history, filter(_is_sample, read_lines(directory / SAMPLES)))
-        ],
+        "trends": [_finding(found) for found in find_trends(history, samples, run.get("reward_weights"))],
         "bottleneck": _finding(bottleneck_of(run, history.time)),
         "time": _time(history.time, run.get("memory")),
         "span": step_span(history),

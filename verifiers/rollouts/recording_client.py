@@ -159,6 +159,9 @@ class RoleClient(_OpenAIClient):
     def __init__(self, client: RolloutClient, name: str) -> None:
         self._client, self._name = client, name
 
+    def with_options(self, **_: Any) -> RoleClient:
+        return self
+
     async def call(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         with as_role(self._name):
             return await self._client.call(path, arguments)

@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.errors import ConfigError, ModelError, OverlongPromptError, RolloutWorkerError
+from verifiers.errors import ConfigError, GradingError, ModelError, OverlongPromptError, RolloutWorkerError
 from verifiers.images import ImageStore
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limiter import Limiter, NoMoreSlotsError
@@ -31,7 +31,7 @@ from verifiers.inference.wire import MaskSource
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.teacher import Teacher
-from verifiers.rubrics.scoring import added_by_turn, grading_deadline
+from verifiers.rubrics.scoring import added_by_turn, finite_float, grading_deadline
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
 
 logger = logging.getLogger("verifiers.rollouts")
@@ -485,9 +485,15 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
     # credit is for training; a stored run that is graded again has no steps
     rewards, advantages = credit_of_steps(rollout.state) if rollout.rows else ([], [])
     by_function = score.get("turn_rewards")
-    if by_function is not None or rewards.count(None) < len(rewards):
-        rollout.turn_rewards = added_by_turn([reward or 0.0 for reward in rewards], by_function)
-    if advantages.count(None) < len(advantages):
+    if by_function is not None or any(reward is not None for reward in rewards):
+        try:
+            by_step = [0.0 if reward is None else finite_float(reward) for reward in rewards]
+        except GradingError as error:
+            rollout.reward, rollout.outcome = None, Outcome.GRADING_ERROR
+            rollout.failure = Failure("GradingError", f"the reward of a step of the trajectory: {error}")
+            return
+        rollout.turn_rewards = added_by_turn(by_step, by_function)
+    if any(advantage is not None for advantage in advantages):
         rollout.turn_advantages = advantages
     rollout.role_rewards = score.get("role_rewards")
 

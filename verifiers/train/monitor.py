@@ -133,9 +133,11 @@ class RunMonitor:
         """Return names, plan, settings and versions, as JSON."""
         args, plan, env, model, source = self._args, self.plan, self._env, self._model, self.plan.source
         packages = ("torch", "transformers", "trl", "accelerate")
+        rubric = env.rubric
         return {
             "env": str(getattr(env, "env_id", "") or type(env).__name__),
             "env_args": dict(getattr(env, "env_args", None) or {}),
+            "reward_weights": dict(zip(rubric.get_reward_func_names(), rubric.get_reward_weights(), strict=False)),
             "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
             "server_model": args.server_model,
             "run_name": args.run_name,

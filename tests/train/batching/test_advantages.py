@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages, has_zero_variance, rollout_advantages
 from verifiers.types import Outcome, RolloutKey
@@ -243,6 +244,22 @@ def test_advantages_that_steps_were_given_are_taken_as_they_are() -> None:
     # also where no credit by turn is asked for
     found = rollout_advantages(block(given), scale_rewards="none")
     assert found == {given[0].key: pytest.approx([0.5, 0.5, 9.0, 0.5]), given[1].key: -0.5}
+
+
+def test_rewards_of_turns_that_train_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    rollout_advantages(four())
+    assert "turn_discount" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["high", [None, 1.0, 2.0], {"a": 1}])
+def test_an_advantage_that_is_no_number_is_named(given: Any) -> None:
+    with pytest.raises(ConfigError, match="as an advantage; give a number"):
+        rollout_advantages(block([rollout(0, 1.0, advantage=given), rollout(1, 0.0)]))
+    with pytest.raises(ConfigError, match="as an advantage; give a number"):
+        rollout_advantages(
+            block([by_turn(0, [0.0, 0.0], 1.0, turn_advantages=[given, None]), by_turn(1, [0.0], 0.0)])
+        )
 
 
 def test_advantages_of_single_turns_need_no_baseline_and_refuse_penalties() -> None:

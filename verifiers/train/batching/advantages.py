@@ -224,6 +224,9 @@ def rollout_advantages(
     by_turn: Mapping[RolloutKey, list[float]] = {}
     if turn_discount is not None:
         by_turn = turn_advantages(block, turn_discount, scale_rewards, estimator, zero_truncated_completions)
+    elif any(any(rollout.turn_rewards or ()) for rollout in block.rollouts):
+        text = "turns of a block have rewards, which train nothing without turn_discount; set it, such as to 1.0."
+        warn_once("verifiers.train", text)
     for rollout in block.rollouts:
         key, given = rollout.key, found.get(rollout.key)
         has_own = key in by_turn or key in by_role or rollout.turn_advantages is not None
@@ -347,7 +350,7 @@ def _by_token(
         base = advantage if row.role is None else by_role[row.role]
         for turn, count in row.turn_lengths.items():
             own = given[turn]
-            found += [base + added[turn] if own is None else float(own)] * count
+            found += [base + added[turn] if own is None else one_advantage(own)] * count
     if not all(abs(value) <= _LARGEST for value in found):
         raise ConfigError(f"the advantages of {rollout.key}'s turns are not finite in float32: {set(found)!r}.")
     return found
@@ -375,7 +378,16 @@ def plain_advantage(given: Any) -> float | list[float] | None:
         given = given.tolist()
     if given is None:
         return None
-    return [float(value) for value in given] if isinstance(given, Sequence) else float(given)
+    return list(map(one_advantage, given)) if isinstance(given, list | tuple) else one_advantage(given)
+
+
+def one_advantage(given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"an environment gave {given!r:.100} as an advantage; give a number, or one for each sampled token."
+        ) from None
 
 
 def _given_advantage(rollout: Rollout) -> float | list[float]:

@@ -133,6 +133,7 @@ class Message(Body):
 
 class Function(BaseModel):
     name: Text
+    parameters: dict[str, Any] | None = None
 
 
 class Tool(BaseModel):

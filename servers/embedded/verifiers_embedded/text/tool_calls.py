@@ -52,7 +52,8 @@ Parse = Callable[[str, Parameters], Answer]
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Parameters:
     """Return the schemas of the parameters of a request's tools."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    return {name: schema.get("properties") or {} for name, schema in schemas.items()}
+    properties = {name: schema.get("properties") for name, schema in schemas.items()}
+    return {name: found if isinstance(found, dict) else {} for name, found in properties.items()}
 
 
 def parse_hermes(text: str, parameters: Parameters) -> Answer:
@@ -350,9 +351,14 @@ def _kinds(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")
-    kinds = {named} if isinstance(named, str) else set(named or ())
-    kinds |= {"string" for value in (*schema.get("enum", ()), schema.get("const")) if isinstance(value, str)}
-    return kinds.union(*(_kinds(one) for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())))
+    kinds = {one for one in (named, *_listed(named)) if isinstance(one, str)}
+    kinds |= {"string" for value in (*_listed(schema.get("enum")), schema.get("const")) if isinstance(value, str)}
+    return kinds.union(*(_kinds(one) for key in ("anyOf", "oneOf", "allOf") for one in _listed(schema.get(key))))
+
+
+def _listed(value: Any) -> list[Any]:
+    # schemas that a program wrote have nulls
+    return value if isinstance(value, list) else []
 
 
 def _json_calls(text: str, separator: str, end: str) -> tuple[ToolCall, ...]:
