@@ -7,8 +7,8 @@ resumes), in all threads of this process; the server is a process of its own. A 
 entry whose file is another than that of the entry before it.
 
 The rollout: a single turn with one reward and token ids as training has it, a block of its own in an
-`AsyncBatchGenerator` with a `ServerPool`, from `submit_batch` to `get_batch` and after seven others: nothing is loaded
-or prepared in it. The shortest of three counts, as an answer may come in two pieces on a busy machine.
+`AsyncBatchGenerator` with a `ServerPool`, from `submit_batch` to `get_batch` and after seven others: nothing is
+loaded or prepared in it. The shortest of three counts, as an answer may come in two pieces on a busy machine.
 
 The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one prompt of two rollouts.
 

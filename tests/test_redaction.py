@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from urllib.parse import quote
 
 import pytest
 
@@ -114,3 +115,9 @@ def test_errors_keep_their_class_and_lose_the_secret_also_in_their_causes() -> N
         fail()
     assert caught.value.__cause__ is not None
     assert caught.value.__cause__.args == ("***",)
+
+
+def test_a_key_is_masked_inside_an_address_too() -> None:
+    key = "sk/abc+def==123456"
+    for shown in (quote(key), quote(key, safe="")):
+        assert Redactor([key])(f"no key {shown} there") == "no key *** there"

@@ -190,6 +190,22 @@ def test_the_folder_of_a_run_shows_the_run_and_its_evaluations(tmp_path: Path) -
     assert set(find_runs(tmp_path / "run" / "evals" / "step-1" / "easy")) == {"easy"}
 
 
+def test_a_run_that_cannot_be_read_takes_no_other_from_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "theirs"):
+        store_training(tmp_path / name, 1)
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:
+        if "theirs" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert set(find_runs(tmp_path)) == {"mine"}
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -71,6 +71,18 @@ def test_preferences_are_best_against_worst_where_they_differ(run: StoredRun) ->
     assert list(preference_rows(run, 1.0)) == []
 
 
+@pytest.mark.parametrize("changed", [{"prompt": None}, {"completion": 5}, {"example_id": None}])
+@pytest.mark.parametrize("kind", ["sft", "preference", "inspect"])
+def test_a_row_that_no_example_can_be_made_of_is_named(
+    run: StoredRun, tmp_path: Path, kind: str, changed: dict[str, Any]
+) -> None:
+    odd = StoredRun(run.directory, run.metadata, [*run.rows, row(4, 0, 1.0, **changed)])
+    if kind == "inspect" and "example_id" not in changed:
+        return
+    with pytest.raises(ConfigError, match=r"a row of '.*results.jsonl' has "):
+        export_run(odd, tmp_path / "out", kind)
+
+
 def test_completion_mode_gives_text(run: StoredRun) -> None:
     text = StoredRun(run.directory, {}, [row(0, 0, 1.0, prompt="2 + 2 =", completion=" 4")])
     (line,) = sft_rows(text)

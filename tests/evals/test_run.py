@@ -89,6 +89,7 @@ def test_the_newest_run_of_the_same_identity_continues(tmp_path: Path) -> None:
     for name, seed, started in (("a", 3, 1.0), ("b", 3, 2.0), ("c", 4, 3.0)):
         plan = {**PLAN, "seed": seed}
         keep(tmp_path / name, {**plan, "identity": run_identity(plan), "started_at": started})
+    keep(tmp_path / "e", {**PLAN, "identity": run_identity(PLAN), "started_at": "yesterday"})
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "metadata.json").write_text('{"identity": "sa')
     assert find_run(tmp_path, PLAN) == tmp_path / "b"

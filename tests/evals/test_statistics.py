@@ -21,6 +21,7 @@ from verifiers.evals.statistics import (
     t_quantile,
     unpaired_difference,
 )
+from verifiers.evals.summary import split_variance
 
 FIVE_PROMPTS = [[1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]]
 
@@ -313,3 +314,15 @@ def test_the_sizes_are_powers_of_two_and_the_number_itself() -> None:
         [1, 2, 4, 8],
         [1, 2, 4, 8, 12],
     ]
+
+
+@pytest.mark.parametrize("large", [1e174, 1e308])
+def test_numbers_whose_squares_or_sums_are_too_large_have_no_error_and_raise_none(large: float) -> None:
+    values = [[0.0, large], [large, large], [-large, large]]
+    for found in (
+        mean_and_stderr_clustered(values),
+        paired_difference(dict(enumerate(values)), dict(enumerate(values[::-1]))),
+        unpaired_difference(values, [[0.0], [1.0]]),
+    ):
+        assert not found.stderr < math.inf
+    assert not math.isfinite(split_variance(values).within)

@@ -484,3 +484,50 @@ async def test_arguments_that_an_agent_writes_in_other_words_are_the_policys_aga
     sent = [request.body["messages"][1]["tool_calls"][0]["function"] for request in server.requests[1:]]
     # other arguments are another call, which the agent made itself
     assert [made["arguments"] for made in sent] == ['{ "a":1}', '{ "a":1}', '{"a": 2}', '{"a": 2}']
+
+
+ASKED: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "max_tokens": 9}
+PATHS = {"messages": ASKED, "responses": {"model": "fake", "input": "?"}, "chat/completions": ASKED}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_a_provider_leaves_out_or_sends_as_no_json_reaches_the_agent_as_json(
+    opened: Any, closing: AsyncExitStack, path: str, stream: bool
+) -> None:
+    made = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": NaN}'}}
+    bare = {"index": 0, "message": {"role": "assistant", "content": "x", "tool_calls": [made]}}
+    odd = {**bare, "finish_reason": float("nan"), "logprob": float("inf")}
+    faults = [Fault(200, body={"id": "a", "created": float("nan"), "choices": [choice]}) for choice in (bare, odd)]
+    session, url, _ = await opened(faults=faults, require_tokens=False)
+    http = await closing.enter_async_context(
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {session.key}"})
+    )
+    for _ in faults:
+        async with http.post(f"{url}/{path}", json={**PATHS[path], "stream": stream}) as response:
+            text = await response.text()
+            assert response.status == 200, text
+        events = text.split("\n") if stream else [f"data: {text}"]
+        for line in events:
+            if line.startswith("data: {"):
+                json.loads(line.removeprefix("data: "), parse_constant=pytest.fail)
+
+
+async def test_a_providers_refusal_is_one_in_each_dialect(opened: Any, closing: AsyncExitStack) -> None:
+    refused = {
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"content": None, "refusal": "I may not."}}]
+    }
+    session, url, server = await opened(faults=[Fault(200, body=refused, times=3)], require_tokens=False)
+    client = await closing.enter_async_context(anthropic_client(session, url))
+    said = await client.messages.create(model="fake", max_tokens=9, messages=[{"role": "user", "content": "?"}])
+    assert (said.stop_reason, said.content[0].text) == ("refusal", "I may not.")  # type: ignore[union-attr]
+    openai_sdk = await closing.enter_async_context(openai_client(session, url))
+    answer = await openai_sdk.responses.create(model="fake", input="?")
+    (part,) = answer.output[0].content  # type: ignore[union-attr]
+    assert (part.type, part.refusal) == ("refusal", "I may not.")  # type: ignore[union-attr]
+    async with openai_sdk.responses.stream(model="fake", input="?") as events:
+        kinds = [event.type async for event in events]
+    assert "response.refusal.delta" in kinds
+    before = [{"role": "user", "content": "?"}, answer.output[0].model_dump(exclude_none=True)]
+    await openai_sdk.responses.create(model="fake", input=[*before, {"role": "user", "content": "Please."}])  # type: ignore[list-item]
+    assert server.requests[-1].body["messages"][1]["content"] == "I may not."

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from verifiers.errors import ProviderError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.endpoint_registry import load_endpoints
 from verifiers.inference.retry import RetryableError
+from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.testing import FakeOpenAIServer, Fault
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}
@@ -79,6 +81,39 @@ async def long_answers() -> AsyncIterator[str]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
+
+
+@pytest.mark.parametrize("status", [301, 307])
+async def test_nothing_is_sent_on_to_another_place(status: int) -> None:
+    asked: list[str] = []
+
+    async def send_on(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(
+            status=status, headers={"Location": "https://there.example/v1/chat/completions?key=s3cret"}
+        )
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", send_on)
+    runner = web.AppRunner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    backend = HttpBackend(Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", headers={"api-key": "12345678"}))
+    with pytest.raises(ProviderError, match=rf"answered {status} and sends on to 'https://there.example") as caught:
+        await backend.call("/chat/completions", ASK)
+    assert "s3cret" not in str(caught.value)
+    assert asked == ["/v1/chat/completions"]
+    await backend.close()
+    await runner.cleanup()
+
+
+async def test_a_message_of_a_text_completion_may_be_anything() -> None:
+    body = {"choices": [{"text": "5", "message": "5", "finish_reason": "stop"}]}
+    async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
+        backend = HttpBackend(Endpoint(server.url))
+        answer = await backend.call("/completions", {"model": "m", "prompt": "2+3="})
+        await backend.close()
+    assert sampled_tokens(plain_data(answer)).refusal is None
 
 
 @pytest.mark.parametrize("form", ["plain", "packed"])

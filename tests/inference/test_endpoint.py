@@ -354,6 +354,7 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("http://127.0.0.1:0/v1", "port 0"),
         ("http://[::1:8000/v1", "Invalid IPv6 URL"),
         ("http://::1:8000/v1", "not an HTTP address"),
+        ("http://[::1]8000/v1", "behind the brackets"),
         ("http://fe80:0:1::2:8000/v1", "without brackets|cannot be read"),
         ("http://me:hunter2@127.0.0.1/v1", "user or password"),
         ("http://127.0.0.1/v1?version=2", "query"),
@@ -362,7 +363,7 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("ftp://127.0.0.1/v1", "not an HTTP address"),
         ("127.0.0.1:8000/v1", "not an HTTP address"),
         ("http:///v1", "not an HTTP address"),
-        *((f"http://{host}/v1", "neither a name nor an address") for host in ("127.1", "1.2.3.4.5", "2130706433")),
+        *((f"http://{host}/v1", "neither a name nor an address") for host in ("127.1", "1.2.3.4.5", "256.1.1.1")),
         *((f"http://{host}/v1", "neither a name nor") for host in ("a..b", "...", "\\\\h", "ex%zz", "a" * 64)),
     ],
 )

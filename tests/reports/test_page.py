@@ -3,10 +3,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from training_runs import store
 from verifiers.errors import ConfigError
 from verifiers.reports import evaluation
 from verifiers.reports.evaluation import write_comparison_report, write_evaluation_report
-from verifiers.reports.page import EVALUATION_SCRIPTS, TRAINING_SCRIPTS, content_policy, script_text
+from verifiers.reports.page import EVALUATION_SCRIPTS, TRAINING_SCRIPTS, content_policy, script_text, write_page
 
 HOSTILE = [
     "</script><script>window.canary = 1</script>",
@@ -198,3 +200,13 @@ def test_a_report_of_a_long_run_never_holds_its_transcripts(
     data = json.loads(outline(page).bodies["vf-data"])
     assert (data["total"], data["runs"][0]["rollouts"], len(data["columns"]["example"])) == (4000, 4000, 100)
     assert peak < 12_000_000
+
+
+def test_a_page_written_into_a_pipe_leaves_it_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_text)
+        write_page(pipe, "<p>a page</p>")
+        assert read.result(10) == "<p>a page</p>"
+    assert pipe.is_fifo()

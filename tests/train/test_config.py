@@ -190,6 +190,10 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"turn_discount": 1.5}, "turn_discount is 1.5; give 0.0"),
         ({"teacher_url": "u", "teacher_coef": 0.0}, "teacher_coef 0.0; give 0 or more tokens, and a coefficient"),
         ({"teacher_url": "u", "teacher_top_k": -1}, "teacher_top_k is -1"),
+        ({"teacher_top_k": 5}, "teacher_top_k is set, which has no effect without teacher_url"),
+        ({"demonstrations_coef": 2.0}, "demonstrations_coef is set, which has no effect without demonstrations"),
+        ({"trace_content": True}, "trace_content is set, which has no effect without trace"),
+        ({"probe_every": -1}, "probe_every is -1; give 0"),
         (
             {"demonstrations": "d", "demonstrations_share": 0.0},
             "demonstrations_share is 0.0, demonstrations_coef 1.0",

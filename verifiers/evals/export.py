@@ -183,9 +183,7 @@ def _scored_by_prompt(run: StoredRun) -> Iterator[list[dict[str, Any]]]:
             for name in ("prompt", "completion"):
                 if not isinstance(row.get(name), str | list):
                     place = f"a row of {str(run.directory / RESULTS)!r}"
-                    raise ConfigError(
-                        f"{place} has {row.get(name)!r:.80} as its {name}; give it a text or messages."
-                    )
+                    raise ConfigError(f"{place} has {row.get(name)!r:.80} as its {name}; give it a text or messages.")
             groups.setdefault(row["example_id"], []).append(row)
     yield from groups.values()
 

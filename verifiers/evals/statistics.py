@@ -135,7 +135,7 @@ def unpaired_difference(
     each = 1 - (1 - confidence) / 2
     a, b = (mean_and_stderr_clustered(side, confidence=each, bounds=known or UNBOUNDED) for side in (before, after))
     mean, stderr = b.mean - a.mean, math.hypot(a.stderr, b.stderr)
-    if stderr > 0:
+    if 0 < stderr < math.inf:
         shares = [(e.stderr / stderr, e.prompts - 1) for e in (a, b)]
         degrees = 1 / sum(share**4 / count for share, count in shares)
         half = t_quantile((1 + confidence) / 2, degrees) * stderr

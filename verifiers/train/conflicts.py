@@ -43,6 +43,13 @@ _BOUNDS = {
     "eval_timeout": (math.ulp(0.0), "a number above 0, or leave it out"),
 }
 
+_NEEDED = {
+    "teacher_url": ("teacher_model", "teacher_coef", "teacher_top_k"),
+    "demonstrations": ("demonstrations_share", "demonstrations_coef"),
+    "trace": ("trace_share", "trace_content"),
+}
+"""Settings that have no effect without another."""
+
 _OF_IMPORTANCE_SAMPLING = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_min",
@@ -150,6 +157,11 @@ def _values(args: Any) -> _Refusals:
         if (value := getattr(args, name)) is not None:
             # not a number is less than nothing, and at least nothing either
             yield isinstance(value, str) or not value >= least, f"{name} is {value!r}; give {wanted}."
+    for needed, names in _NEEDED.items():
+        for name in names:
+            is_set = getattr(args, name) != type(args).__dataclass_fields__[name].default
+            text = f"{name} is set, which has no effect without {needed}; give that too, or leave it out."
+            yield not getattr(args, needed) and is_set, text
 
 
 def _rollouts(args: Any) -> _Refusals:

@@ -409,7 +409,8 @@ def test_a_teacher_gives_the_gradient_of_trls_distillation_trainer(direction: st
         given["teacher_ids_logps"], others = by_teacher.transpose(0, 1), logps.transpose(0, 1)
     batch: dict[str, Tensor] = {"loss_mask": torch.ones_like(rows), "advantages": torch.zeros_like(rows)}
     batch |= {"token_weights": weights, "sampler_logps": rows.detach(), "teacher_logps": said, **given}
-    loss, _ = policy_loss(rows, torch.zeros_like(rows), batch, config("dapo", teacher_coef=0.5), others_RCK=others)
+    args = config("dapo", teacher_url="u", teacher_coef=0.5)
+    loss, _ = policy_loss(rows, torch.zeros_like(rows), batch, args, others_RCK=others)
     found, wanted = (torch.autograd.grad(value, student, retain_graph=True)[0] for value in (loss, 0.5 * divergence))
     torch.testing.assert_close(found, wanted)
     assert found.abs().min() > 0

@@ -14,6 +14,7 @@ from verifiers_embedded.text.tool_calls import (
     ToolCall,
     call_id,
     format_of_template,
+    parameters_of,
     parse_gemma4,
     parse_glm,
     parse_glm4,
@@ -304,3 +305,15 @@ async def test_tools_that_the_model_would_not_see_are_refused(start: Any) -> Non
     status, error = await server.refused(tools=[TOOL])
     assert (status, error["param"]) == (400, "tools")
     assert "chat template" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "integer", "enum": None, "anyOf": None}, {"type": ["integer", None], "oneOf": 5}, {"anyOf": [5]}],
+)
+def test_a_schema_with_nulls_and_what_is_none_is_read_as_far_as_it_goes(schema: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parse_qwen3_coder(text, parameters_of(tools)).calls
+    assert json.loads(call.arguments) == {"a": 5}
+    assert parameters_of([{"function": {"name": "f", "parameters": {"properties": [1]}}}]) == {"f": {}}
