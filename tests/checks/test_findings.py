@@ -466,3 +466,11 @@ async def test_one_cause_is_one_finding() -> None:
 
 async def test_a_random_reward_is_not_its_neighbours_fault() -> None:
     assert "depends-on-neighbours" not in await kinds_of(single(random_reward))
+
+
+async def test_training_rows_that_reward_nothing_are_found_beside_eval_rows_that_do() -> None:
+    rows = [{**row, "answer": f"{row['answer']}\n"} for row in ROWS[:10]]
+    env = single(lambda completion, answer: float(said(completion).strip() == answer), rows, parser=vf.Parser())
+    (found,) = [one for one in (await check_environment(env)).findings if one.kind == "right-not-rewarded"]
+    assert found.severity == "error"
+    assert found.where.startswith("training rows 0, 1")

@@ -168,12 +168,12 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
         text = "its rollouts are not answered by a text: an agent or a program of its own asks the policy"
         mend = "give a model (-m) to look at what it earns."
         return [CheckFinding("rewards-not-probed", "note", "environment", text, mend)], {}
-    alone = await _play_one_by_one(env, texts)
+    alone, way = await _play_one_by_one(env, texts), None
     for write in WAYS if texts.right and not _best(alone) > 0 else ():
         tried = _texts_of(env, rows, write)
         earned = await _play_one_by_one(env, tried)
         if _best(earned) > 0:
-            texts, alone = tried, earned
+            texts, alone, way = tried, earned, write
             break
     started = time.perf_counter()
     lag = LoopLag(_BEAT_S)
@@ -189,6 +189,7 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
     findings = [
         *_failures(alone, probed),
         *_right_answers(env, texts, alone, tells_right=tells_right),
+        *(await _training_rows(env, _texts_of(env, rows, way, trained=True), _best(alone)) if tells_right else ()),
         *_paid(env, texts, alone if tells_right else {}, probed, sum(unearned.values())),
         *_other_numbers(env, alone, again, together),
         *await _beside_others(env, texts, alone, _differing(alone, again)),
@@ -201,8 +202,10 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
 # -- rows, texts and rollouts ----------------------------------------------------------------------------------------
 
 
-def _texts_of(env: Any, rows: int, write: Write | None = None) -> _Texts:
-    dataset = env.dataset if env.eval_dataset is None else env.eval_dataset
+def _texts_of(env: Any, rows: int, write: Write | None = None, *, trained: bool = False) -> _Texts:
+    dataset = env.dataset if trained or env.eval_dataset is None else env.eval_dataset
+    if dataset is None:
+        return _Texts()
     count = min(rows, len(dataset))
     answers = [str(row_fields(row)[1]) for row in dataset.select(range(min(_MOST_ANSWERS, len(dataset))))]
     known = [answer for answer in dict.fromkeys(answers) if answer]
@@ -344,6 +347,16 @@ def _right_answers(env: Any, texts: _Texts, alone: Played, *, tells_right: bool)
         text = f"the right answer gets {rewards[low[0]]:g} there, and {best:g} in the best row"
         mend = "see whether these rows' answers are right, and in the form that the reward compares."
         yield CheckFinding("right-less-rewarded", "warning", named_rows(low), text, mend)
+
+
+async def _training_rows(env: Any, texts: _Texts, best: float) -> list[CheckFinding]:
+    """Look whether right answers earn something in training rows too, where other rows are looked at beside."""
+    earned = await _play_one_by_one(env, texts) if texts.right and env.eval_dataset is not None else {}
+    if not earned or best <= 0 or _best(earned) > 0.5 * best:
+        return []
+    text = f"the right answer gets {_best(earned):g} at best there, and {best:g} in eval rows"
+    mend = "see in what the training rows' answers differ: nothing can be learned from rows that reward nothing."
+    return [CheckFinding("right-not-rewarded", "error", named_rows(earned, "training row"), text, mend)]
 
 
 def _paid(
