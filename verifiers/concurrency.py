@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -81,6 +81,21 @@ IDLE_S = 10.0
 
 class OverdueError(TimeoutError):
     """A call did not end in its time. Its own class: a tool may raise TimeoutError itself."""
+
+
+@contextlib.contextmanager
+def own_cancels_fail() -> Iterator[None]:
+    """Raise a RuntimeError for a CancelledError that nobody asked of this task.
+
+    Code that waits for a cancelled task of its own lets one pass, which would end this task without a word.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("CancelledError: it waited for a task that was cancelled, and was not itself") from error
 
 
 @dataclass(slots=True, eq=False)

@@ -140,6 +140,7 @@ def replaced(old: str, new: str, run: str = RUN) -> str:
             replaced("num_generations", "num_generation"),
             r"\[trainer\] has an unknown key 'num_generation'; did you mean",
         ),
+        (RUN + '[server]\nargs = ["--thread", "1"]\n', r"\[server\] args has no effect without launch"),
         (replaced("[model]", "[modle]"), "the file has an unknown key 'modle'; did you mean 'model'"),
         (replaced('id = "toy-sums-env"', ""), r"environment\.id: Field required"),
         (replaced('"start"', '"./nowhere"'), "model path './nowhere' does not exist; give a directory written by"),

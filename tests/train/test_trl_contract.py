@@ -40,6 +40,7 @@ PRIVATE_NAMES_OF_TRANSFORMERS = {
     "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
+    "_load_rng_state",
     "_save",
     "_save_checkpoint",
 }

@@ -152,7 +152,7 @@ def to_dataset(results: Mapping[str, Any], state_columns: Sequence[str] | None =
         columns["average_reward"] = [_mean_of_scored(rewards[prompt]) for prompt in prompts]
     if any(results.get("info") or []):
         columns["info"] = list(results["info"])
-    columns.update(results["metrics"])
+    columns.update({f"{name}_metric" if name in columns else name: one for name, one in results["metrics"].items()})
     for name in state_columns or []:
         columns[name] = [plain(state.get(name)) for state in results["state"]]
     return Dataset.from_dict(columns)

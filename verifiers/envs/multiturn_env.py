@@ -106,12 +106,14 @@ class MultiTurnEnv(Environment):
     """
 
     def __init__(
-        self, max_turns: int = -1, timeout_seconds: float | None = None, **kwargs: Unpack[EnvironmentOptions]
+        self, max_turns: int | None = -1, timeout_seconds: float | None = None, **kwargs: Unpack[EnvironmentOptions]
     ) -> None:
         if type(self) is MultiTurnEnv:
             raise TypeError("MultiTurnEnv is a base class; make a subclass of it that has an env_response.")
         super().__init__(**kwargs)
-        self.max_turns = max_turns
+        if max_turns is not None and (isinstance(max_turns, bool) or not isinstance(max_turns, int)):
+            raise ConfigError(f"max_turns is {max_turns!r}; give a whole number, or -1 for no bound.")
+        self.max_turns = -1 if max_turns is None else max_turns
         self.timeout_seconds = timeout_seconds
 
     async def setup_state(self, state: State, **kwargs: Any) -> State | None:

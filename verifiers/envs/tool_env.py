@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from verifiers.concurrency import gather_owned
+from verifiers.concurrency import gather_owned, own_cancels_fail
 from verifiers.envs.environment import by_state
 from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv
@@ -147,7 +147,8 @@ class ToolEnv(MultiTurnEnv):
         """
         try:
             tool = self._tool(tool_name)
-            result = await tool.run(tool_args, timeout_s=None if tool.has_own_deadline else self.tool_timeout_s)
+            with own_cancels_fail():
+                result = await tool.run(tool_args, timeout_s=None if tool.has_own_deadline else self.tool_timeout_s)
         except Exception as error:
             return self._failure(error, tool_call_id)
         return tool_message(result, tool_call_id)
@@ -168,7 +169,8 @@ class ToolEnv(MultiTurnEnv):
             return self._failure(error, call.id)
         try:
             # an override may raise, and may answer with text alone
-            message = await maybe_await(self.call_tool, call.name, arguments, call.id)
+            with own_cancels_fail():
+                message = await maybe_await(self.call_tool, call.name, arguments, call.id)
         except Exception as error:
             return self._failure(error, call.id)
         if not isinstance(message, dict):

@@ -460,11 +460,23 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
     except TypeError as error:
+        said = [message for message in body.get("messages") or () if not _is_json(message)]
+        if said:
+            # the environment's own words, and no setting that every rollout has
+            raise TypeError(f"a message cannot be written as JSON ({error}): {said[0]!r:.200}; give text") from error
         raise ConfigError(f"a request body cannot be written as JSON: {error}") from error
     try:
         return text.encode()
     except UnicodeEncodeError:
         return whole_characters(text).encode()
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 async def _decode(content: bytes, url: str) -> dict[str, Any]:

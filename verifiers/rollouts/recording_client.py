@@ -331,6 +331,9 @@ class RolloutClient(_OpenAIClient):
         except OverlongPromptError:
             self.overlong = True
             raise
+        except TypeError:
+            # what the environment gave cannot be sent: no fault of the server's
+            raise
         except Exception as error:
             self.last_error = error
             if isinstance(error, ConfigError):

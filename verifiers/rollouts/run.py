@@ -21,6 +21,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass, field
 from typing import Any
 
+from verifiers.concurrency import own_cancels_fail
 from verifiers.errors import ConfigError, GradingError, ModelError, OverlongPromptError, RolloutWorkerError
 from verifiers.images import ImageStore
 from verifiers.inference.endpoint import Backend
@@ -223,7 +224,8 @@ class Run:
         run = copy.copy(self)
         run._clients = {}
         try:
-            rollouts = await self.env.run_rollouts(requests, run)
+            with own_cancels_fail():
+                rollouts = await self.env.run_rollouts(requests, run)
         except FATAL_ERRORS:
             raise
         except (Exception, SystemExit) as error:
@@ -294,7 +296,8 @@ class Run:
         self.activity.change(scoring=len(finished))
         try:
             async with grading_deadline(self.grading_timeout_s) as deadline:
-                scores = await self.env.rubric.score_group(states)
+                with own_cancels_fail():
+                    scores = await self.env.rubric.score_group(states)
         except RolloutWorkerError as error:
             # the rollouts are gone with it, and not only their grades
             outcome, failure = Outcome.ENVIRONMENT_ERROR, failure_from(error)
@@ -343,7 +346,8 @@ async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:
         async with asyncio.timeout(None) as deadline, run.player(env, request) as player, run.slot():
             started = time.perf_counter()
             deadline.reschedule(asyncio.get_running_loop().time() + run.rollout_timeout_s)
-            await player.play(state)
+            with own_cancels_fail():
+                await player.play(state)
     except FATAL_ERRORS:
         raise
     except OverlongPromptError:

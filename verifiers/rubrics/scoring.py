@@ -22,7 +22,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterab
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
+from verifiers.concurrency import (
+    DaemonThreads,
+    gather_owned,
+    is_async_function,
+    own_cancels_fail,
+    threads_for,
+    without_partials,
+)
 from verifiers.errors import GradingError
 from verifiers.types import FailedGrade, RolloutScore, State
 
@@ -199,7 +206,8 @@ def signature_of(func: Callable[..., Any]) -> Signature:
 
 async def _settled(result: Any) -> Any:
     try:
-        return await result if inspect.isawaitable(result) else result
+        with own_cancels_fail():
+            return await result if inspect.isawaitable(result) else result
     except (Exception, SystemExit) as error:
         return error
 

@@ -31,6 +31,15 @@ _BOUNDS = {
     "dynamic_sampling_max_groups": (0, "0 or more"),
     "rollout_chunk_size": (1, "1 or more, or leave it out"),
     "max_tokens_per_micro_batch": (1, "1 or more, or None"),
+    "old_logprobs_batch_size": (1, "1 or more, or leave it out"),
+    "eval_temperature": (0, "0 (greedy) or more"),
+    "save_steps": (0, "a number above 0"),
+    "logging_steps": (0, "a number above 0"),
+    "max_seq_len": (1, "1 or more tokens, or leave it out"),
+    **dict.fromkeys(
+        ("rollout_timeout", "grading_timeout", "async_generation_timeout", "num_train_epochs"),
+        (math.ulp(0.0), "a number above 0"),
+    ),
     "beta": (0, "0 (no KL term) or more"),
     "epsilon": (0, "0 or more"),
     "learning_rate": (0, "0 or more"),
@@ -47,6 +56,7 @@ _NEEDED = {
     "teacher_url": ("teacher_model", "teacher_coef", "teacher_top_k"),
     "demonstrations": ("demonstrations_share", "demonstrations_coef"),
     "trace": ("trace_share", "trace_content"),
+    "dynamic_sampling": ("dynamic_sampling_max_groups",),
 }
 """Settings that have no effect without another."""
 
@@ -126,7 +136,8 @@ def unknown_setting(name: str, known: Iterable[str]) -> str:
     if name in _MEANT:
         return f"give {_MEANT[name]}."
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(names[:12])}."
+    more = f" and {len(names) - 12} more (docs/reference/run-file.md)" if len(names) > 12 else ""
+    return f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(names[:12])}{more}."
 
 
 _Refusals = Iterator[tuple[bool, str]]

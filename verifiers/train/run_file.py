@@ -171,6 +171,8 @@ def _refuse_both(path: str | Path, run: RunFile) -> None:
     """Refuse two answers to one question, of which one would be ignored."""
     if run.server.url is not None and run.server.launch is not None:
         raise ConfigError(f"{path}: [server] has both url and launch; give url for a running server, else launch.")
+    if run.server.args and run.server.launch is None:
+        raise ConfigError(f"{path}: [server] args has no effect without launch; give that too, or leave it out.")
     for key, other in itertools.product(("url", "launch"), ("server_urls", "server_url")):
         if getattr(run.server, key) is not None and run.trainer.get(other):
             raise ConfigError(
@@ -184,6 +186,12 @@ def _refuse_both(path: str | Path, run: RunFile) -> None:
     for name in ("environment", "eval_environment"):
         if getattr(run, name) is not None and getattr(run, f"{name}s"):
             raise ConfigError(f"{path} has both [{name}] and [{name}s]; give one environment, or several by name.")
+    evaluates = run.trainer.get("eval_strategy", "no") != "no" or run.trainer.get("eval_on_start")
+    if (run.eval_environment or run.eval_environments) and not evaluates:
+        raise ConfigError(
+            f"{path}: an eval environment has no effect without eval_strategy; give [trainer] that, such as 'steps', "
+            "or leave the table out."
+        )
 
 
 def _checked_trainer(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
@@ -202,6 +210,8 @@ def _checked_trainer(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
                 "complete checkpoint of output_dir; another one is given in Python, "
                 "train(resume_from_checkpoint=...)."
             )
+        if isinstance(value, bool) and bool not in (types[key], *get_args(types[key])) and types[key] is not Any:
+            raise ConfigError(f"{path}: trainer.{key} is {str(value).lower()}; it is not switched on or off.")
         try:
             checked[key] = TypeAdapter(types[key]).validate_python(value)
         except ValidationError as error:

@@ -7,8 +7,10 @@ checkpoints and the monitor. tests/train/test_trl_contract.py guards the names o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,8 +38,14 @@ from verifiers.train.batching.rollout_session import RolloutPrefetcher, RolloutS
 from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
 from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
-from verifiers.train.checkpoint.weights import CheckpointWeights, reference_of, settings_of_the_run
-from verifiers.train.config import GRPOConfig
+from verifiers.train.checkpoint.weights import (
+    CheckpointWeights,
+    check_optimizer,
+    reference_of,
+    settings_of_the_run,
+    unreadable_named,
+)
+from verifiers.train.config import GRPOConfig, setting_name
 from verifiers.train.conflicts import refuse_adapters, refuse_processes, unknown_setting
 from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
@@ -122,6 +130,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             known = parameter_names(GRPOTrainer.__init__)
             raise ConfigError(f"GRPOTrainer takes no {name!r}; {unknown_setting(name, known)}")
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        if not isinstance(model, str) and not hasattr(model, "config"):
+            raise ConfigError(f"model is {model!r:.100}; give a path, a name on the hub, or a model of transformers.")
         if isinstance(model, str):
             check_model_path(model, adds_adapter=peft_config is not None)
         plan = plan or plan_run(args, env, curriculum, eval_dataset=eval_dataset, eval_env=eval_env)
@@ -518,8 +529,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.checkpoint_weights.load(path, functools.partial(super()._load_from_checkpoint, path, model))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with settings_of_the_run(self.optimizer, self.lr_scheduler):
+        in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if checkpoint is not None and not in_shards:
+            check_optimizer(checkpoint, setting_name(self.args.optim))
+        read = unreadable_named("the optimizer's state", str(checkpoint))
+        with contextlib.nullcontext() if in_shards else read, settings_of_the_run(self.optimizer, self.lr_scheduler):
             super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with unreadable_named("the random state", str(checkpoint)):
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         self.checkpoint_weights.load(str(self.state.best_model_checkpoint), super()._load_best_model)

@@ -137,6 +137,7 @@ class WorkerLink:
             message = await done
             _take_status(client, message)
             if "error" in message:
+                state["completion"] = message["completion"]
                 error = error_from(message["error"])
                 if message["is_policys"] and error.__cause__ is not None:
                     error.__cause__.__cause__ = client.last_error

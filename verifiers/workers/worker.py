@@ -16,6 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from verifiers.concurrency import own_cancels_fail
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import EnvironmentLoadError, OverlongPromptError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
@@ -228,7 +229,8 @@ class RolloutWorker:
             for place in message["path"]:
                 env = env.envs[place]
             try:
-                await env.play(state)
+                with own_cancels_fail():
+                    await env.play(state)
             except OverlongPromptError as error:
                 # the environment let it propagate
                 state["error"] = error
@@ -242,6 +244,7 @@ class RolloutWorker:
                 self._held[number] = state
         except (Exception, SystemExit) as error:
             told = {"error": failure_data(error), "is_policys": blames_policy(error, client)}
+            told["completion"] = _plain(state["completion"])
         told |= {"is_cut_off": client.is_cut_off, "overlong": client.overlong}
         told["is_fatal"] = client.fatal_error is not None
         if client.last_error is not None:
@@ -256,7 +259,8 @@ class RolloutWorker:
                 # as a group of environments calls it
                 state["task"] = task
             env = self._envs[message["env"]]
-            scores = await env.rubric.score_group(states)
+            with own_cancels_fail():
+                scores = await env.rubric.score_group(states)
         except Exception as error:
             self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
         else:

@@ -15,6 +15,7 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError
 from verifiers.train.checkpoint.checkpoint import (
     MARKER,
+    OPTIM,
     PENDING_BLOCKS,
     check_resumable,
     dataset_fingerprint,
@@ -26,6 +27,7 @@ from verifiers.train.checkpoint.checkpoint import (
     resume_step,
 )
 from verifiers.train.checkpoint.run_directory import newest_complete
+from verifiers.train.checkpoint.weights import check_optimizer, unreadable_named
 
 
 @pytest.fixture
@@ -174,3 +176,24 @@ def test_rows_of_a_stage_that_is_yet_to_come_may_be_others(plan: BatchPlan) -> N
     others = [*ROWS[:6], *({"prompt": "another"} for _ in range(6))]
     assert dataset_fingerprint(ROWS, staged, 2) == dataset_fingerprint(others, staged, 2)
     assert dataset_fingerprint(ROWS, staged, 6) != dataset_fingerprint(others, staged, 6)
+
+
+def test_what_a_checkpoint_lacks_or_has_of_another_optimizer_is_named(plan: BatchPlan, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no optimizer\.pt, without which no run goes on"):
+        check_optimizer(str(tmp_path), "adamw_torch")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (tmp_path / name).touch()
+    mark_complete(tmp_path, plan, 2, {OPTIM: "adamw_torch_fused"})
+    check_optimizer(str(tmp_path), "adamw_torch")
+    with pytest.raises(CheckpointError, match=r"written with optim='adamw_torch', and this run has 'sgd'"):
+        check_optimizer(str(tmp_path), "sgd")
+
+
+def test_a_file_that_was_cut_off_is_one_sentence(plan: BatchPlan, tmp_path: Path) -> None:
+    said = r"the optimizer's state in here cannot be loaded \(broken\); resume from"
+    with pytest.raises(CheckpointError, match=said), unreadable_named("the optimizer's state", "here"):
+        raise RuntimeError("broken.")
+    mark_complete(tmp_path, plan, 2)
+    (tmp_path / "trainer_state.json").write_text('{"global')
+    with pytest.raises(CheckpointError, match=r"trainer_state.json cannot be read \(.*; resume from an earlier"):
+        check_resumable(tmp_path, plan)

@@ -63,6 +63,9 @@ TENSORS = "tensors"
 PENDING_BLOCKS = "blocks_in_flight.jsonl"
 """The name of the file in a checkpoint, with one line a block."""
 
+OPTIM = "optim"
+"""What a checkpoint's `extra` has the optimizer's name under."""
+
 START_NEW = "start again at step 0 (vf-train --fresh, or train() alone), or give another output_dir"
 """The remedy for a checkpoint that cannot be resumed."""
 
@@ -121,6 +124,9 @@ def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, mo
         )
     saved = _marker(directory)
     step = int(saved["optimizer_step"])
+    if (own := Path(directory) / "trainer_state.json").is_file():
+        # transformers' own
+        _read_json(own)
     if text := run_difference(saved, describe_run(plan, step, rows, model)):
         raise CheckpointError(f"{directory} {text}, or {START_NEW}.")
 
@@ -201,8 +207,17 @@ def curriculum_state(plan: BatchPlan) -> dict[str, Any]:
 
 
 def _marker(directory: str | Path) -> dict[str, Any]:
-    marker: dict[str, Any] = json.loads((Path(directory) / MARKER).read_text())
+    marker: dict[str, Any] = _read_json(Path(directory) / MARKER)
     return marker
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); resume from an earlier checkpoint by its path, or {START_NEW}."
+        ) from error
 
 
 def _difference(saved: Any, now: Any, where: str = "curriculum") -> str:

@@ -21,6 +21,7 @@ from verifiers.train.batching.training_block import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record
 from verifiers.train.checkpoint.checkpoint import (
     MARKER,
+    OPTIM,
     TENSORS,
     check_resumable,
     curriculum_state,
@@ -33,7 +34,7 @@ from verifiers.train.checkpoint.checkpoint import (
     run_difference,
     save_pending_blocks,
 )
-from verifiers.train.config import GRPOConfig
+from verifiers.train.config import GRPOConfig, setting_name
 from verifiers.train.evaluation.storage import EVALUATIONS, remove_later_evaluations
 from verifiers.train.processes.distributed import Ranks
 
@@ -362,6 +363,7 @@ class RunDirectory:
                 if self._block_log is not None:
                     self._block_log.sync()
                 extra = {**curriculum_state(self._plan), TENSORS: tensors, _TEMPERATURE: self._args.temperature}
+                extra[OPTIM] = setting_name(self._args.optim)
                 mark_complete(checkpoint, self._plan, step, extra, self._rows, self._model)
         if writes:
             rotate_checkpoints(self.path, self._limit, state.best_model_checkpoint)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verifiers.errors import CheckpointError, Error
-from verifiers.train.checkpoint.checkpoint import MARKER, START_NEW, TENSORS, extra_state
+from verifiers.train.checkpoint.checkpoint import MARKER, OPTIM, START_NEW, TENSORS, extra_state
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync.protocol import gathered_tensors, is_sharded
 
@@ -42,6 +42,32 @@ def settings_of_the_run(optimizer: Any, scheduler: Any) -> Iterator[None]:
     for group, base, function in zip(optimizer.param_groups, scheduler.base_lrs, functions, strict=True):
         group["lr"] = base * function(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def unreadable_named(what: str, checkpoint: str) -> Iterator[None]:
+    """Raise a CheckpointError for whatever files of a checkpoint raise that cannot be read."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{what} in {checkpoint} cannot be loaded ({first.rstrip('. ')}); resume from an earlier "
+            f"checkpoint by its path, or {START_NEW}."
+        ) from error
+
+
+def check_optimizer(checkpoint: str, optim: str) -> None:
+    """Refuse a checkpoint without the optimizer's state, which transformers would begin anew, or with another's."""
+    for name in ("optimizer.pt", "scheduler.pt"):
+        if not (Path(checkpoint) / name).is_file():
+            raise CheckpointError(f"{checkpoint} has no {name}, without which no run goes on as it was; {START_NEW}.")
+    # the fused form has the same state
+    had, now = (str(name).removesuffix("_fused") for name in (extra_state(checkpoint).get(OPTIM, optim), optim))
+    if had != now:
+        raise CheckpointError(f"{checkpoint} was written with optim={had!r}, and this run has {now!r}; {START_NEW}.")
 
 
 class CheckpointWeights:
@@ -71,21 +97,13 @@ class CheckpointWeights:
                 f"launcher's settings that wrote it, or {START_NEW}."
             )
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        try:
+        # a rank of a sharded model may fail because another one has ended
+        with contextlib.nullcontext() if self._in_shards else unreadable_named("the weights", checkpoint):
             # transformers warns of a best checkpoint that is gone, and refuses one of FSDP
             if by_name or not path.is_dir() or any(path.glob("pytorch_model_fsdp*")):
                 load_by_name()
             else:
                 _load_pretrained(model, path)
-        except Exception as error:
-            # a rank of a sharded model may fail because another one has ended
-            if self._in_shards or isinstance(error, Error):
-                raise
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(
-                f"the weights in {checkpoint} cannot be loaded ({first.rstrip('. ')}); resume from an earlier "
-                f"checkpoint by its path, or {START_NEW}."
-            ) from error
         for name, parameter in model.named_parameters():
             # PEFT turns adapters of 16 bits into float32
             if parameter.dtype != dtypes.get(name, parameter.dtype):
