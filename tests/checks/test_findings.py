@@ -474,3 +474,18 @@ async def test_training_rows_that_reward_nothing_are_found_beside_eval_rows_that
     (found,) = [one for one in (await check_environment(env)).findings if one.kind == "right-not-rewarded"]
     assert found.severity == "error"
     assert found.where.startswith("training rows 0, 1")
+
+
+@pytest.mark.parametrize("answer", ["{{1,2},{3}}", "-" * 6000 + "1"])
+async def test_answers_that_are_nothing_of_python_are_texts(answer: str) -> None:
+    rows = [{"question": f"Part {name}.", "answer": answer} for name in NAMES]
+    found = await kinds_of(with_rows(lambda completion, answer: float(said(completion) == f"~{answer}~"), rows))
+    assert found.get("right-not-rewarded") == "warning"
+
+
+async def test_training_rows_whose_rewards_fail_are_named_so() -> None:
+    rows = [{**row, "answer": f"{row['answer']} or so"} for row in ROWS[:10]]
+    env = single(lambda completion, answer: float(said(completion) == str(int(answer))), rows, parser=vf.Parser())
+    found = await kinds_of(env)
+    assert found.get("grading-fails") == "error"
+    assert "right-not-rewarded" not in found

@@ -326,3 +326,4 @@ def test_numbers_whose_squares_or_sums_are_too_large_have_no_error_and_raise_non
     ):
         assert not found.stderr < math.inf
     assert not math.isfinite(split_variance(values).within)
+    assert mean_and_stderr_clustered([[1.3e154], [-1.3e154]]).stderr == math.inf

@@ -101,5 +101,5 @@ async def test_a_cancel_that_somebody_asked_for_passes() -> None:
 
 def test_turns_without_a_bound_are_none_or_less_than_nothing() -> None:
     assert (env_of(Waits, max_turns=None).max_turns, env_of(Waits).max_turns) == (-1, -1)
-    with pytest.raises(ConfigError, match="max_turns is '3'; give a whole number"):
+    with pytest.raises(ConfigError, match="max_turns is '3'; give a number"):
         env_of(Waits, max_turns="3")

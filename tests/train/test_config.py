@@ -195,7 +195,6 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"trace_content": True}, "trace_content is set, which has no effect without trace"),
         ({"probe_every": -1}, "probe_every is -1; give 0"),
         ({"old_logprobs_batch_size": 0}, "old_logprobs_batch_size is 0; give 1"),
-        ({"save_steps": -2}, "save_steps is -2; give a number above 0"),
         ({"rollout_timeout": 0}, "rollout_timeout is 0; give a number above 0"),
         ({"dynamic_sampling_max_groups": 3}, "dynamic_sampling_max_groups is set, .* without dynamic_sampling"),
         (

@@ -12,6 +12,7 @@ from verifiers.data.batch_plan import make_plan
 from verifiers.data.curriculum import staged_curriculum_from
 from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
+from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.train.config import GRPOConfig
 from verifiers.train.run_lifecycle import restore_curriculum, still_planned
@@ -115,3 +116,12 @@ def test_a_hub_that_cannot_be_pushed_to_is_refused_with_the_plan(
     settings = config(push_to_hub=True, hub_model_id=name, hub_token="hf_none")
     with pytest.raises(ConfigError, match=f"push_to_hub=True: nothing can be pushed to '{name}'.*{told}"):
         plan_run(settings, env_with(None))
+
+
+def test_rewards_of_turns_that_train_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    env = vf.SingleTurnEnv(dataset=[{"question": "q"}] * 8, rubric=vf.Rubric([vf.turn_reward(lambda: [1.0])]))
+    plan_batches(config(turn_discount=1.0), env)
+    assert "turn_discount" not in caplog.text
+    plan_batches(config(), env)
+    assert "trains nothing without turn_discount" in caplog.text

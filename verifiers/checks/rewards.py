@@ -64,7 +64,7 @@ FORMS = (
 
 def _short(answer: str) -> str:
     """Return what of an answer is said at last: what stands behind GSM8K's mark, or the first of a list."""
-    with contextlib.suppress(ValueError, SyntaxError):
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         found = ast.literal_eval(answer)
         if isinstance(found, list | tuple) and found:
             return str(found[0])
@@ -352,8 +352,9 @@ def _right_answers(env: Any, texts: _Texts, alone: Played, *, tells_right: bool)
 async def _training_rows(env: Any, texts: _Texts, best: float) -> list[CheckFinding]:
     """Look whether right answers earn something in training rows too, where other rows are looked at beside."""
     earned = await _play_one_by_one(env, texts) if texts.right and env.eval_dataset is not None else {}
-    if not earned or best <= 0 or _best(earned) > 0.5 * best:
-        return []
+    failed = list(_failures(earned, {}))
+    if failed or not earned or best <= 0 or _best(earned) > 0.5 * best:
+        return failed
     text = f"the right answer gets {_best(earned):g} at best there, and {best:g} in eval rows"
     mend = "see in what the training rows' answers differ: nothing can be learned from rows that reward nothing."
     return [CheckFinding("right-not-rewarded", "error", named_rows(earned, "training row"), text, mend)]

@@ -111,8 +111,8 @@ class MultiTurnEnv(Environment):
         if type(self) is MultiTurnEnv:
             raise TypeError("MultiTurnEnv is a base class; make a subclass of it that has an env_response.")
         super().__init__(**kwargs)
-        if max_turns is not None and (isinstance(max_turns, bool) or not isinstance(max_turns, int)):
-            raise ConfigError(f"max_turns is {max_turns!r}; give a whole number, or -1 for no bound.")
+        if isinstance(max_turns, bool | str):
+            raise ConfigError(f"max_turns is {max_turns!r}; give a number, or -1 for no bound.")
         self.max_turns = -1 if max_turns is None else max_turns
         self.timeout_seconds = timeout_seconds
 

@@ -175,8 +175,10 @@ def _estimate(values: Sequence[float], rollouts: int, bounds: Bounds | None, con
     if max(values) - min(values) <= _SAME:
         low, high = without_variation(mean, prompts, bounds, confidence) if bounds else (math.nan, math.nan)
         return Estimate(mean, 0.0, low, high, prompts, rollouts)
-    # a product may be infinite, where a power is an error
-    stderr = math.sqrt(math.fsum((value - mean) * (value - mean) for value in values) / (prompts - 1) / prompts)
+    try:
+        stderr = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (prompts - 1) / prompts)
+    except OverflowError:
+        stderr = math.inf
     if bounds is not None and _all_at(values, bounds):
         right = sum(value > mean for value in values)
         low, high = (

@@ -238,7 +238,7 @@ def find_trends(
     rollouts = [(line, one) for line, one in sampled if finite(one.get("reward")) is not None]
     return [
         *_not_held_out(history, reward),
-        *_functions_apart(history, weights if isinstance(weights, Mapping) else None),
+        *_functions_apart(history, weights if isinstance(weights, Mapping) and weights else None),
         *_longer(history, reward),
         *_alike(history),
         *_repeating([_said(one) for _, one in rollouts]),
@@ -261,7 +261,8 @@ def _not_held_out(history: History, reward: _Change) -> Iterator[Finding]:
         if found.trained_on or len(found.steps) < 2 or not found.steps[0] <= middle < found.steps[-1]:
             continue
         risen = found.rewards[-1] - found.rewards[0] + 2 * _error(found)
-        if _fell(found) or risen < 0.5 * _rise_meanwhile(history, found):
+        # in part as evaluations may begin late, or count by another scale
+        if _fell(found) or (not _rose(found) and risen < 0.5 * _rise_meanwhile(history, found)):
             what = name_eval_reward(name, {f"{name.removesuffix('reward')}prompts_trained_on": found.trained_on})
             yield Finding(
                 "not what is evaluated",

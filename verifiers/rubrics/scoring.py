@@ -109,6 +109,10 @@ def turn_reward(func: F) -> F:
     return func
 
 
+def is_turn_reward(func: Callable[..., Any]) -> bool:
+    return getattr(func, _REWARDS, None) is _finite_list
+
+
 def role_reward(func: F) -> F:
     """Mark a reward function that returns a mapping: by role, the reward of what `client.role(name)` said.
 

@@ -33,11 +33,9 @@ _BOUNDS = {
     "max_tokens_per_micro_batch": (1, "1 or more, or None"),
     "old_logprobs_batch_size": (1, "1 or more, or leave it out"),
     "eval_temperature": (0, "0 (greedy) or more"),
-    "save_steps": (0, "a number above 0"),
-    "logging_steps": (0, "a number above 0"),
     "max_seq_len": (1, "1 or more tokens, or leave it out"),
     **dict.fromkeys(
-        ("rollout_timeout", "grading_timeout", "async_generation_timeout", "num_train_epochs"),
+        ("rollout_timeout", "grading_timeout", "async_generation_timeout"),
         (math.ulp(0.0), "a number above 0"),
     ),
     "beta": (0, "0 (no KL term) or more"),
@@ -170,9 +168,9 @@ def _values(args: Any) -> _Refusals:
             yield isinstance(value, str) or not value >= least, f"{name} is {value!r}; give {wanted}."
     for needed, names in _NEEDED.items():
         for name in names:
-            is_set = getattr(args, name) != type(args).__dataclass_fields__[name].default
+            value, default = getattr(args, name), type(args).__dataclass_fields__[name].default
             text = f"{name} is set, which has no effect without {needed}; give that too, or leave it out."
-            yield not getattr(args, needed) and is_set, text
+            yield not getattr(args, needed) and bool(value) and value != default, text
 
 
 def _rollouts(args: Any) -> _Refusals:

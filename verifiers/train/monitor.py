@@ -133,11 +133,12 @@ class RunMonitor:
         """Return names, plan, settings and versions, as JSON."""
         args, plan, env, model, source = self._args, self.plan, self._env, self._model, self.plan.source
         packages = ("torch", "transformers", "trl", "accelerate")
-        rubric = env.rubric
+        names, weights = env.rubric.get_reward_func_names(), env.rubric.get_reward_weights()
         return {
             "env": str(getattr(env, "env_id", "") or type(env).__name__),
             "env_args": dict(getattr(env, "env_args", None) or {}),
-            "reward_weights": dict(zip(rubric.get_reward_func_names(), rubric.get_reward_weights(), strict=False)),
+            # of a group of environments each member has its own
+            "reward_weights": dict(zip(names, weights, strict=True)) if len(names) == len(weights) else None,
             "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
             "server_model": args.server_model,
             "run_name": args.run_name,

@@ -186,8 +186,8 @@ def _refuse_both(path: str | Path, run: RunFile) -> None:
     for name in ("environment", "eval_environment"):
         if getattr(run, name) is not None and getattr(run, f"{name}s"):
             raise ConfigError(f"{path} has both [{name}] and [{name}s]; give one environment, or several by name.")
-    evaluates = run.trainer.get("eval_strategy", "no") != "no" or run.trainer.get("eval_on_start")
-    if (run.eval_environment or run.eval_environments) and not evaluates:
+    says = {"eval_strategy", "eval_on_start"} & run.trainer.keys()
+    if (run.eval_environment or run.eval_environments) and not says:
         raise ConfigError(
             f"{path}: an eval environment has no effect without eval_strategy; give [trainer] that, such as 'steps', "
             "or leave the table out."
@@ -210,7 +210,8 @@ def _checked_trainer(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
                 "complete checkpoint of output_dir; another one is given in Python, "
                 "train(resume_from_checkpoint=...)."
             )
-        if isinstance(value, bool) and bool not in (types[key], *get_args(types[key])) and types[key] is not Any:
+        kinds = {types[key], *get_args(types[key])}
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise ConfigError(f"{path}: trainer.{key} is {str(value).lower()}; it is not switched on or off.")
         try:
             checked[key] = TypeAdapter(types[key]).validate_python(value)

@@ -18,8 +18,10 @@ from verifiers.data.curriculum import Curriculum
 from verifiers.data.row_source import HasReplacements, RowSource, StagedRows, rows_by_name
 from verifiers.errors import ConfigError
 from verifiers.evals.export import check_hub
+from verifiers.keywords import warn_once
 from verifiers.rollouts.recording_client import refuse_non_text
 from verifiers.rollouts.run import refuse_unsupplied
+from verifiers.rubrics.scoring import is_turn_reward
 from verifiers.train.config import GRPOConfig, setting_name
 from verifiers.train.conflicts import refuse_biased_sampling
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
@@ -91,6 +93,9 @@ def plan_batches(args: GRPOConfig, env: Any, curriculum: Curriculum | Curriculum
             "the environment rubric=Rubric(funcs=[...])."
         )
     refuse_unsupplied(env)
+    if args.turn_discount is None and any(map(is_turn_reward, env.get_reward_funcs())):
+        text = "the rubric rewards turns, which trains nothing without turn_discount; set it, such as to 1.0."
+        warn_once("verifiers.train", text)
     rows = env.get_dataset()
     if len(rows) == 0:
         raise ConfigError("the environment's training dataset has no rows; give it dataset= with some.")

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages, has_zero_variance, rollout_advantages
 from verifiers.types import Outcome, RolloutKey
@@ -244,12 +243,6 @@ def test_advantages_that_steps_were_given_are_taken_as_they_are() -> None:
     # also where no credit by turn is asked for
     found = rollout_advantages(block(given), scale_rewards="none")
     assert found == {given[0].key: pytest.approx([0.5, 0.5, 9.0, 0.5]), given[1].key: -0.5}
-
-
-def test_rewards_of_turns_that_train_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    warn_once.cache_clear()
-    rollout_advantages(four())
-    assert "turn_discount" in caplog.text
 
 
 @pytest.mark.parametrize("given", ["high", [None, 1.0, 2.0], {"a": 1}])

@@ -224,9 +224,6 @@ def rollout_advantages(
     by_turn: Mapping[RolloutKey, list[float]] = {}
     if turn_discount is not None:
         by_turn = turn_advantages(block, turn_discount, scale_rewards, estimator, zero_truncated_completions)
-    elif any(any(rollout.turn_rewards or ()) for rollout in block.rollouts):
-        text = "turns of a block have rewards, which train nothing without turn_discount; set it, such as to 1.0."
-        warn_once("verifiers.train", text)
     for rollout in block.rollouts:
         key, given = rollout.key, found.get(rollout.key)
         has_own = key in by_turn or key in by_role or rollout.turn_advantages is not None
