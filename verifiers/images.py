@@ -35,7 +35,7 @@ def image_part(image: Any) -> dict[str, Any]:
         image = file.getvalue()
     elif isinstance(image, str | os.PathLike):
         image = Path(image).read_bytes()
-    if not isinstance(image, bytes):
+    if not isinstance(image, bytes | bytearray):
         raise TypeError(
             f"an image is given as {type(image).__name__}; give an image of PIL (Image.fromarray makes one of an "
             "array), the bytes of a file, or its path."

@@ -400,5 +400,5 @@ def test_images_of_tools_are_parts_alone_and_beside_texts() -> None:
 
 
 def test_an_image_of_no_known_kind_is_named() -> None:
-    with pytest.raises(TypeError, match=r"given as bytearray; give an image of PIL"):
-        vf.image_part(bytearray(b"x"))
+    with pytest.raises(TypeError, match=r"given as list; give an image of PIL"):
+        vf.image_part([1, 2])
