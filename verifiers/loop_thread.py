@@ -46,8 +46,11 @@ class LoopThread:
         failed: called in the thread with the error, where the loop ends though nobody closed it, or cannot end well.
 
     Attributes:
+        loop: the event loop, once started.
         failure: the error with which the loop ended though nobody closed it.
     """
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(
         self,
@@ -61,7 +64,6 @@ class LoopThread:
         self._is_closed = self._is_serving = self._is_blocked = False
         self._stop_received = threading.Event()
         self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._ran_at, self._suspected_at = time.monotonic(), math.inf
         self._guard: concurrent.futures.Future[None] | None = None
@@ -70,11 +72,6 @@ class LoopThread:
         """Start the thread. To be called once."""
         self._thread.start()
         self._ready.wait()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        assert self._loop is not None
-        return self._loop
 
     @property
     def is_alive(self) -> bool:
@@ -186,7 +183,7 @@ class LoopThread:
             self.loop.stop()
 
     def _serve(self) -> None:
-        loop = self._loop = asyncio.new_event_loop()
+        loop = self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         self._ready.set()
         try:

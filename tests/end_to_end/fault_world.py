@@ -212,7 +212,7 @@ class GatedTrainer(tiny_world.GRPOTrainer):
                     await gate.until(lambda: gate.injected)
                     if gate.fault == "sync fails":
                         _cut_files(self.weight_sync)
-                await update.load(server, timeout_s)
+                await update.load(server, timeout_s=timeout_s)
 
             await push(WeightUpdate(update.version, load))
 

@@ -138,7 +138,7 @@ def test_vllm_without_the_plugin_has_whole_weights_after_a_load_that_broke_off(
         async def load(server: ServerClient, timeout_s: float) -> None:
             if cut:
                 await server.request("POST", "/collective_rpc", cut.pop())
-            await update.load(server, timeout_s)
+            await update.load(server, timeout_s=timeout_s)
 
         return WeightUpdate(update.version, load)
 

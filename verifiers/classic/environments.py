@@ -16,12 +16,13 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from verifiers.classic import token_processing
+from verifiers.classic.hooks import CLASSIC_METHODS, PRESENT_FIRST, is_state_call
 from verifiers.classic.outputs import complete_or_awaitable, generate_outputs, raise_failure, to_dataset
 from verifiers.classic.rubrics import scores_by_columns
 from verifiers.concurrency import gather_owned
 from verifiers.data.sampler import Shard
 from verifiers.envs.datasets import row_fields
-from verifiers.envs.environment import CLASSIC_METHODS, PRESENT_FIRST, is_state_call, offered_tools
+from verifiers.envs.environment import offered_tools
 from verifiers.envs.lifecycle import marked_methods, maybe_await, teardown_at_exit
 from verifiers.envs.multiturn_env import add_response, begin_turns, change, tools_of_info
 from verifiers.envs.tools import openai_tools

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from verifiers.classic.hooks import by_requests
 from verifiers.concurrency import gather_owned
-from verifiers.envs.environment import Environment, by_requests
+from verifiers.envs.environment import Environment
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run, require_one_each

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from verifiers.envs.environment import Environment, EnvironmentOptions, OfferedTools, by_state
+from verifiers.classic.hooks import by_state
+from verifiers.envs.environment import Environment, EnvironmentOptions, OfferedTools
 from verifiers.envs.lifecycle import marked_methods, maybe_await
 from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.inference.wire import assistant_message

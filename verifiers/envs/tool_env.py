@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from verifiers.classic.hooks import by_state
 from verifiers.concurrency import gather_owned, own_cancels_fail
-from verifiers.envs.environment import by_state
 from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.envs.tools import (

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, ProviderError, WeightSyncError
@@ -77,9 +77,10 @@ def time_left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-Load = Callable[[ServerClient, float], Awaitable[Any]]
-"""Makes a paused server load weights, given the server and the seconds left; called again after an error that may
-pass, and after a load that failed."""
+class Load(Protocol):
+    """Makes a paused server load weights; called again after an error that may pass, and after a load that failed."""
+
+    def __call__(self, server: ServerClient, /, *, timeout_s: float) -> Awaitable[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class Replica:
         loads = 2 if self.is_partially_loaded else 1
         self.is_partially_loaded = True
         for _ in range(loads):
-            await update.load(self.server, time_left(deadline))
+            await update.load(self.server, timeout_s=time_left(deadline))
         self.is_partially_loaded = False
         if loads > 1:
             logger.warning("%s loaded the weights twice, because the load before failed", self.server.root)

@@ -253,11 +253,13 @@ class AsyncBatchGenerator:
             if now >= started + timeout:
                 raise DeadlineError(self._deadline_message(block_id, timeout))
             # an interrupt that comes just before a wait does not end it, only the next one
-            self._changed.wait(min(started + timeout - now, _LISTENS_EVERY_S))
+            if not self._changed.wait(min(started + timeout - now, _LISTENS_EVERY_S)):
+                self._notice_block()
 
     def check(self) -> None:
         """Raise what made generation fail, if anything did. Cheap: call it between micro-steps."""
         with self._changed:
+            self._notice_block()
             self._raise_if_broken()
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
@@ -279,6 +281,11 @@ class AsyncBatchGenerator:
         options = {**self._run_options, "limiter": self._limiter, "activity": self.activity, **changes}
         return Run(self.env, self._backend, policy_version=lambda: self.policy_version, **options)
 
+    @functools.cached_property
+    def _run(self) -> Run:
+        """The run of all blocks."""
+        return self.rollout_run(on_rollout=self._count, teacher=self._teacher)
+
     # -- in the thread ----------------------------------------------------------------------------------------
 
     async def _generate(self, batch: BatchRequest, version: int) -> None:
@@ -290,8 +297,7 @@ class AsyncBatchGenerator:
                 self._changed.notify_all()
 
         try:
-            rollouts = self.rollout_run(on_rollout=self._count, teacher=self._teacher)
-            run = BlockRun(rollouts, batch, policy=self._group_policy, on_groups=on_groups)
+            run = BlockRun(self._run, batch, policy=self._group_policy, on_groups=on_groups)
             # the older block is wanted first, so nothing of this one may queue before it
             before, self._newest_begun = self._newest_begun, run.begun
             if before is not None:
@@ -347,13 +353,15 @@ class AsyncBatchGenerator:
                 self._failure = error
             self._changed.notify_all()
 
-    def _raise_if_broken(self) -> None:
+    def _notice_block(self) -> None:
         limit_s = self._run_options["grading_timeout_s"]
         if self._failure is None and self._thread is not None and (function := self._thread.blocked_by(limit_s)):
             self._failure = DeadlineError(
                 f"{function} has blocked the event loop of all rollouts for {limit_s:.3g} s (grading_timeout); "
                 f"{BLOCKING_ADVICE}."
             )
+
+    def _raise_if_broken(self) -> None:
         if self._failure is not None:
             if isinstance(self._failure, (ConfigError, GenerationError)):
                 raise self._failure

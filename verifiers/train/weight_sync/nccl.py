@@ -115,7 +115,7 @@ class NcclSync(ServerSync):
             # here, for the present device is that of the calling thread
             self._make_group = _on_present_device()
 
-        async def load(server: ServerClient, timeout_s: float) -> None:
+        async def load(server: ServerClient, /, *, timeout_s: float) -> None:
             try:
                 await self._load(server, tensors, time.monotonic() + timeout_s)
             except RefusedError as error:

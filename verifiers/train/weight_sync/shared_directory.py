@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -180,7 +181,7 @@ class DirectorySync(ServerSync):
 
     def _load_of(self, directory: Path) -> Load:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        return lambda server, timeout_s: server.request("POST", "/collective_rpc", body, timeout_s)
+        return functools.partial(ServerClient.request, method="POST", path="/collective_rpc", body=body)
 
 
 class LoraSync(DirectorySync):
@@ -229,7 +230,7 @@ class LoraSync(DirectorySync):
     def _load_of(self, directory: Path) -> Load:
         name = {"lora_name": self.policy_name}
 
-        async def load(server: ServerClient, timeout_s: float) -> None:
+        async def load(server: ServerClient, /, *, timeout_s: float) -> None:
             # not load_inplace: vLLM would read the file again at every step
             try:
                 await server.request("POST", "/v1/unload_lora_adapter", name, timeout_s)
