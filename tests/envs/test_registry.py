@@ -159,10 +159,3 @@ def test_a_function_that_returns_nothing_is_told_so(add_module: AddModule) -> No
     add_module("my_spelling", "def load_environment(): pass")
     with pytest.raises(ConfigError, match="returned None"):
         load_environment("my-spelling")
-
-
-@pytest.mark.parametrize("made", ["async def load_environment(): return 1", "def load_environment(): return object"])
-def test_what_is_no_environment_yet_is_told_so(add_module: AddModule, made: str) -> None:
-    add_module("my_spelling", made)
-    with pytest.raises(ConfigError, match="it must return an environment itself"):
-        load_environment("my-spelling")
