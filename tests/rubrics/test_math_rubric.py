@@ -101,11 +101,3 @@ async def test_a_state_that_is_scored_again_with_another_answer_is_compared_agai
     scored["completion"] = thought("42")
     await rubric.score_group([scored])
     assert scored["reward"] == 1.0
-
-
-async def test_the_classic_calls_work_and_rows_may_share_a_state() -> None:
-    rubric = vf.MathRubric(timeout_s=60)
-    assert await rubric.correct_answer(rubric.parser, thought("7"), "7") == 1.0
-    shared = State()
-    scores = await rubric.score_rollouts(["p"] * 2, [thought("7"), thought("8")], ["7", "9"], [shared] * 2)
-    assert scores.reward == [1.0, 0.0]
