@@ -58,7 +58,8 @@ async def test_time_that_runs_out_kills_the_command_and_what_it_started(
     box: Sandbox, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
     started = time.monotonic()
-    result = await box.run(f"sleep {marker} & sleep {marker}", timeout_s=0.3)
+    # ignored signals are inherited
+    result = await box.run(f"trap '' TERM INT HUP QUIT XCPU; sleep {marker} & sleep {marker}", timeout_s=0.3)
     assert result.timed_out
     assert result.exit_code is None
     assert time.monotonic() - started < 30
