@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from verifiers.concurrency import gather_owned
-from verifiers.errors import GradingError
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.types import Messages, RewardFunc, State
@@ -145,10 +144,8 @@ def parse_ranking(text: str, labels: Sequence[str]) -> list[list[str]]:
 def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str]) -> list[float]:
     """Return the reward of each response by its tier: evenly from 1.0 to 0.0, the mean of their places for equals.
 
-    The best tier comes first, and has each text once; two or more responses, of which several may be the same text.
-
-    Raises:
-        GradingError: a response is in no tier.
+    The best tier comes first. Each text is in one tier; there are two or more responses, of which several may be the
+    same text.
     """
     reward_of: dict[str, float] = {}
     place = 0
@@ -157,8 +154,6 @@ def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str])
         mean_place = place + (size - 1) / 2
         reward_of.update(dict.fromkeys(tier, 1.0 - mean_place / (len(responses) - 1)))
         place += size
-    if missing := [response for response in responses if response not in reward_of]:
-        raise GradingError(f"The ranking leaves out {missing[0][:80]!r}.")
     return [reward_of[response] for response in responses]
 
 
