@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-import verifiers as vf
 from verifiers.errors import SandboxError
 from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.container import run_arguments
 from verifiers.sandbox.spec import SandboxSpec
-from verifiers.testing import FakeOpenAIServer
 
 FAKE = r"""#!{python} -IS
 import json, os, signal, sys
@@ -128,33 +126,3 @@ async def test_a_tool_that_does_not_work_says_why(state: Path) -> None:
     (state / "broken").touch()
     with pytest.raises(SandboxError, match="Cannot connect to the daemon"):
         await open_sandbox(SandboxSpec(isolation="docker"))
-
-
-CALLS = """
-import json, os, urllib.request
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-body = json.dumps({"model": "fake", "messages": [{"role": "user", "content": "hi"}]}).encode()
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
-"""
-
-
-@pytest.mark.slow
-async def test_a_program_in_a_container_calls_the_policy_by_a_relay_to_the_mounted_socket(state: Path) -> None:
-    def said(completion: list[dict[str, str]]) -> float:
-        return float(completion[-1]["content"] == "42")
-
-    rubric = vf.Rubric(funcs=[said])
-    env = vf.ProgramEnv(["python3", "-c", CALLS], sandbox="docker", rubric=rubric, dataset=[{"question": "?"}])
-    async with FakeOpenAIServer("42") as server:
-        results = await env.evaluate(server.url, "fake", num_examples=1)
-    assert results.reward == [1.0]
-    requests = log(state)
-    [mount] = [word for word in requests[0] if word.startswith("--volume=")]
-    socket = mount.removeprefix("--volume=").partition(":")[0]
-    assert mount == f"--volume={socket}:{socket}:ro"
-    [relay] = [line for line in requests if line[-1] == socket]
-    assert relay[-6:-2] == ["python3", "-I", "-S", "-c"]
-    [program] = [line for line in requests if line[-1] == CALLS]
-    assert "--env=OPENAI_API_KEY" in program
-    assert "sk-vf-" not in str(requests)
