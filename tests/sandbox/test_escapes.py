@@ -435,23 +435,6 @@ async def test_ten_gigabytes_cannot_be_allocated(box: Sandbox) -> None:
     assert "MemoryError" in result.stderr
 
 
-@pytest.mark.slow
-async def test_many_processes_together_cannot_hold_more_than_one_may(contained: str) -> None:
-    code = """
-        import os, time
-        for _ in range(10):
-            if os.fork() == 0:
-                data = bytearray(b"x") * (200 << 20)
-                time.sleep(60)
-                os._exit(0)
-        time.sleep(60)
-        """
-    async with await open_sandbox(SandboxSpec(isolation="bubblewrap", memory_bytes=512 << 20)) as sandbox:
-        result = await python(sandbox, code, timeout_s=15)
-        assert result.exit_code == -9
-        assert (await sandbox.run("echo on")).stdout == "on\n"
-
-
 async def test_processor_time_ends_what_runs_in_the_background(
     isolation: IsolationLevel, count_of: Callable[[str], int]
 ) -> None:
