@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
-from verifiers.loop_thread import run_blocking
 from verifiers.rubrics.math_equality import MathVerdict, answer_text, exact_match, math_verdict
 
 RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
@@ -118,28 +115,6 @@ async def test_right_answers_are_right_and_wrong_ones_wrong() -> None:
     verdicts = await asyncio.gather(*[math_verdict(answer, response, timeout_s=60) for answer, response, _ in PAIRS])
     assert [(*pair[:2], verdict is RIGHT) for pair, verdict in zip(PAIRS, verdicts, strict=True)] == PAIRS
     assert set(verdicts) == {RIGHT, WRONG}
-
-
-def test_answers_are_compared_from_any_thread_and_any_event_loop() -> None:
-    found: list[MathVerdict] = []
-
-    def in_a_loop(number: int) -> None:
-        async def compare() -> None:
-            pairs = [(f"\\sqrt{{{number}}}+{i}", f"{i} + {number}^{{1/2}}") for i in range(3)]
-            found.extend(await asyncio.gather(*[math_verdict(*pair, timeout_s=60) for pair in pairs]))
-
-        asyncio.run(compare())
-
-    def blocking(number: int) -> None:
-        found.append(run_blocking(lambda: math_verdict(f"{number}\\pi", f"\\pi\\cdot {number}", timeout_s=60)))
-
-    targets: list[Callable[[int], None]] = [in_a_loop, blocking]
-    threads = [threading.Thread(target=target, args=(number,)) for target in targets for number in (2, 3, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert found == [RIGHT] * 12
 
 
 async def test_nasty_answers_cost_their_time_limit_and_hold_up_nobody() -> None:
