@@ -46,6 +46,13 @@ HACKS: list[tuple[str, str, Policy, float]] = [
     ("complete_sequence", "every number", lambda turn: ", ".join(NUMBERS.split()), 0.0),
     ("complete_sequence", "in another line", lambda turn: "\n" + turn.answer, 0.0),
     ("complete_sequence", "right after wrong", lambda turn: "0, " + turn.answer, 0.0),
+    ("python_math", "two boxes", lambda turn: f"\\boxed{{{turn.answer}}} or \\boxed{{0}}", 0.0),
+    ("python_math", "two numbers with a comma", lambda turn: f"\\boxed{{{turn.answer}, 0}}", 0.0),
+    ("python_math", "a choice", lambda turn: f"\\boxed{{x = {turn.answer} \\text{{ or }} x = 0}}", 0.0),
+    ("python_math", "many numbers", lambda turn: f"\\boxed{{{', '.join(map(str, range(1000)))}}}", 0.0),
+    ("python_math", "an interval", lambda turn: "\\boxed{[0, 10^{20}]}", 0.0),
+    ("python_math", "a box that stays open", lambda turn: f"\\boxed{{{turn.answer}", 0.0),
+    ("python_math", "the question", lambda turn: f"\\boxed{{{turn.question}}}", 0.0),
 ]
 SECRETS = ["crane", "slate", "about", "house", "piano"]
 

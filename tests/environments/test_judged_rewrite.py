@@ -1,4 +1,4 @@
-"""judged_rewrite: the judge decides, unless a message does not fit; a judge that fails is not a reward of 0."""
+"""judged_rewrite: the judge decides, unless a message does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shelf_policies import JUDGED_REWRITE
 
 import verifiers as vf
 from verifiers.rollouts.rollout import Rollout
-from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.testing import FakeOpenAIServer
 
 KEY = "sk-judge-0123456789"
 
@@ -36,13 +36,6 @@ def test_the_judge_is_any_endpoint_with_its_own_model_and_key(monkeypatch: pytes
     assert rollout.reward == 1.0
 
 
-def test_openais_key_is_sent_to_no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with FakeOpenAIServer("no") as judge:
-        assert rewrite(judge, JUDGED_REWRITE["oracle"]).reward == 0.0
-    assert KEY not in str(judge.requests)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -59,9 +52,3 @@ def test_what_does_not_fit_is_worth_nothing_and_the_judge_is_not_asked(change: C
         rollout = rewrite(judge, lambda turn: change(JUDGED_REWRITE["oracle"](turn), turn.row["info"]))
     assert (rollout.reward, rollout.metrics) == (0.0, {"polite": 0.0, "fits": 0.0})
     assert judge.requests == []
-
-
-@pytest.mark.parametrize("said", ["perhaps", Fault(400), Fault(401)], ids=["neither", "400", "401"])
-def test_a_judge_that_fails_is_a_grading_error(said: Any) -> None:
-    with FakeOpenAIServer(said) as judge:
-        assert rewrite(judge, JUDGED_REWRITE["oracle"]).outcome == "grading_error"

@@ -138,25 +138,20 @@ ODD_ANSWERS = [
     "<answer>\ud83d\ude00</answer>",
     "<guess>\u0130stan</guess>",
     "7" * 5000,
+    {"content": None},
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_answer_is_scored_and_scored_low(name: str) -> None:
-    answers = itertools.cycle(ODD_ANSWERS)
+    # a plain text has always content
+    odd = ODD_ANSWERS[:-1] if name == "complete_sequence" else ODD_ANSWERS
+    answers = itertools.cycle(odd)
     with open_environment(name) as env:
-        block = shelf.play(env, lambda turn: next(answers), prompts=6, rollouts=2)
+        block = shelf.play(env, lambda turn: next(answers), prompts=7, rollouts=2)
     assert {str(outcome) for outcome in block.outcomes()} == {"completed"}, block.commonest_failure()
     for rollout in block:
         assert rollout.reward is not None
         assert math.isfinite(rollout.reward)
         assert rollout.reward <= 0.01
         assert all(math.isfinite(value) for value in rollout.metrics.values())
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "complete_sequence"])
-def test_a_message_without_content_is_scored_too(name: str) -> None:
-    with open_environment(name) as env:
-        block = shelf.play(env, lambda turn: {"content": None}, prompts=2)
-    assert {str(outcome) for outcome in block.outcomes()} == {"completed"}, block.commonest_failure()
-    assert {rollout.reward for rollout in block} == {0.0}

@@ -13,7 +13,6 @@ import pytest
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.wire import WireObject
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, Fault
@@ -41,8 +40,17 @@ def env_of(run: Any, **arguments: Any) -> vf.AgentEnv:
     return vf.AgentEnv(run, dataset=ROWS, eval_dataset=ROWS, rubric=vf.Rubric(funcs=[correct]), **arguments)
 
 
+class WithoutStops(HttpBackend):
+    """An endpoint whose API has no stop sequences."""
+
+    async def call(self, path: str, arguments: Any) -> Any:
+        if "stop" in arguments:
+            raise vf.ConfigError("the Responses API has no argument 'stop'")
+        return await super().call(path, arguments)
+
+
 async def played(env: vf.AgentEnv, server: FakeOpenAIServer, **limits: Any) -> Any:
-    backend = HttpBackend(Endpoint(server.url))
+    backend = WithoutStops(Endpoint(server.url))
     runner = Run(env, backend, "fake", {"temperature": 0.7}, require_tokens=True, **limits)
     prompt = [{"role": "user", "content": "6 times 7?"}]
     group = await runner.run_group([RolloutRequest(RolloutKey(0, 0, 0), prompt, "42", seed=3)])
@@ -179,6 +187,8 @@ AN_IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url
         ({"tool_choice": "required"}, "tool_choice", "ends"),
         ({"tool_choice": "required"}, "", "goes on"),
         ({"max_tokens": 0}, "max_tokens is 0", "fails"),
+        ({"stop": ["."]}, "has no argument", "fails"),
+        ({"stop": ["."]}, "", "goes on"),
     ],
 )
 async def test_what_one_agent_asks_does_not_end_the_run(asked: dict[str, Any], text: str, then: str) -> None:
@@ -201,46 +211,6 @@ async def test_what_one_agent_asks_does_not_end_the_run(asked: dict[str, Any], t
     else:
         assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
         assert text in rollout.failure.text
-
-
-class WithoutStops:
-    """An endpoint whose API has no stop sequences."""
-
-    base_url, api_key = "http://policy", "EMPTY"
-
-    async def call(self, path: str, arguments: Any) -> WireObject:
-        if "stop" in arguments:
-            raise vf.ConfigError("the Responses API has no argument 'stop'")
-        message = {"role": "assistant", "content": "42"}
-        return WireObject({"id": "1", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]})
-
-    async def close(self) -> None: ...
-
-
-async def test_an_argument_that_the_endpoint_cannot_take_concerns_the_agent_that_asked_for_it() -> None:
-    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-
-            async def ask(**more: Any) -> str:
-                answer = await client.chat.completions.create(model=model, messages=row["prompt"], **more)
-                return answer.choices[0].message.content or ""
-
-            if row["task"] == "fails":
-                return await ask(stop=["."])
-            answer = await ask()
-            if row["task"] == "goes on":
-                with pytest.raises(openai.BadRequestError):
-                    await ask(stop=["."])
-            return answer
-
-    runner = Run(env_of(run), WithoutStops(), "fake")
-    prompt = [{"role": "user", "content": "6 times 7?"}]
-    tasks = ("fails", "goes on", "asks for nothing")
-    group = await runner.run_group(
-        [RolloutRequest(RolloutKey(0, number, 0), prompt, "42", task) for number, task in enumerate(tasks)]
-    )
-    assert [rollout.reward for rollout in group.rollouts] == [None, 1.0, 1.0]
-    assert "no argument 'stop'" in group.rollouts[0].failure.text
 
 
 async def test_a_call_that_the_agent_gave_up_does_not_decide_the_outcome() -> None:

@@ -32,14 +32,6 @@ def test_prompts_made_of_messages_do_not_fit_completion_mode(rows: Rows, extra: 
         vf.Environment(dataset=rows, message_type="completion", **extra)
 
 
-def test_every_further_keyword_becomes_an_attribute(rows: Rows) -> None:
-    env = vf.Environment(dataset=rows, difficulty="hard", tools_seen={"a": 1})
-    assert (env.difficulty, env.tools_seen) == ("hard", {"a": 1})  # type: ignore[attr-defined]
-    assert (env.message_type, env.oai_tools, env.max_workers) == ("chat", None, 512)
-    assert type(env.parser) is vf.Parser
-    assert type(env.rubric) is vf.Rubric
-
-
 def test_a_rubric_with_another_kind_of_parser_is_warned_about_once(
     rows: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,14 +75,6 @@ def test_evaluation_falls_back_to_the_training_rows_with_a_warning(
     assert list(both.get_eval_dataset()["question"]) == ["eval"]
     with pytest.raises(ConfigError, match="has no training dataset"):
         vf.Environment(eval_dataset=rows).get_dataset()
-
-
-def test_reward_functions_and_weights_are_the_rubrics(rows: Rows) -> None:
-    def good(completion: Any) -> float:
-        return 1.0
-
-    env = vf.Environment(dataset=rows, rubric=vf.Rubric([good], [0.5]))
-    assert (env.get_reward_funcs(), env.get_reward_weights()) == ([good], [0.5])
 
 
 async def test_the_base_class_says_what_to_override(rows: Rows) -> None:
@@ -165,9 +149,3 @@ async def test_an_answer_without_choices_is_an_error_that_says_so(rows: Rows) ->
     client.chat.completions.create.return_value = SimpleNamespace(choices=[])
     with pytest.raises(EmptyModelResponseError, match="'m' has no choices"):
         await vf.Environment(dataset=rows).get_model_response(client, "m", ASK)
-
-
-async def test_no_attribute_but_the_message_type_is_needed_to_call_it(client: FakeClient) -> None:
-    bare: Any = SimpleNamespace(message_type="chat")
-    response = await vf.Environment.get_model_response(bare, client, "m", ASK)
-    assert response.choices[0].message.content == "re: 2+2?"

@@ -17,7 +17,7 @@ import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
-from verifiers.sandbox import open_sandbox, python_repl
+from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.python_repl import PythonInterpreter
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
@@ -124,20 +124,8 @@ async def test_a_cell_that_runs_too_long_is_stopped_and_the_loss_is_said(interpr
     assert (await interpreter.run("x")).endswith("NameError: name 'x' is not defined")
 
 
-async def test_a_cell_that_ends_the_interpreter_gets_a_new_one(
-    interpreter: PythonInterpreter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cause = python_repl._cause_of_death
-
-    async def once_ended(process: Any, line: bytes) -> str:
-        # the interpreter waits a second for the exit code, which a crowded machine may exceed
-        await process.wait(timeout_s=60)
-        return await cause(process, line)
-
-    with monkeypatch.context() as patience:
-        patience.setattr(python_repl, "_cause_of_death", once_ended)
-        text = await interpreter.run("import os; os._exit(4)")
-    assert text == f"The code ended the interpreter (exit code 4). {LOST}"
+async def test_a_cell_that_ends_the_interpreter_gets_a_new_one(interpreter: PythonInterpreter) -> None:
+    assert await interpreter.run("import os; os._exit(4)") == f"The code ended the interpreter. {LOST}"
     assert LOST in await interpreter.run("import ctypes; ctypes.string_at(0)")
     assert LOST in await interpreter.run("import os; os.closerange(0, 256)")
     assert await interpreter.run("1 + 1") == "2"
@@ -197,7 +185,7 @@ async def test_each_rollout_has_its_interpreter_and_calls_of_a_turn_run_in_their
     both = await asyncio.gather(run_one(env, *answers), run_one(env, *answers))
     for rollout in both:
         assert replies(rollout) == ["[no output]"] * 3 + ["20", "21"]
-    assert (env._slots, env._interpreters) == ({}, {})
+    assert env._slots == {}
 
 
 async def test_a_call_waiting_for_its_turn_is_not_late() -> None:

@@ -104,10 +104,18 @@ def test_an_unknown_name_is_told_the_nearest_and_how_to_install(
     assert text.count(". ") == 0, "one sentence"
 
 
-@pytest.mark.parametrize("source", ["x = 1", "load_environment = 3"])
-def test_a_module_without_the_function_is_a_mistake_in_the_package(add_module: AddModule, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("x = 1", "has no function load_environment"),
+        ("load_environment = 3", "has no function load_environment"),
+        ("def load_environment(): pass", "returned None"),
+        ("import verifiers as vf\ndef load_environment(): raise vf.ConfigError('words < 1')", r"^words < 1$"),
+    ],
+)
+def test_a_mistake_in_the_package_or_its_settings_is_told(add_module: AddModule, source: str, text: str) -> None:
     add_module("my_spelling", source)
-    with pytest.raises(ConfigError, match="has no function load_environment") as caught:
+    with pytest.raises(ConfigError, match=text) as caught:
         load_environment("my-spelling")
     assert not isinstance(caught.value, UnknownEnvironmentError)
 
@@ -119,13 +127,6 @@ def test_an_error_inside_is_chained_and_the_last_line_of_the_users_own_is_shown(
     assert str(caught.value).endswith("(my_spelling.py, line 5: def read(): json.loads('{'))")
     assert isinstance(caught.value.__cause__, ValueError)
     assert isinstance(caught.value, Error)
-
-
-def test_a_mistake_in_the_settings_passes_as_it_is(add_module: AddModule) -> None:
-    source = "from verifiers.errors import ConfigError\ndef load_environment(): raise ConfigError('words < 1')"
-    add_module("my_spelling", source)
-    with pytest.raises(ConfigError, match=r"^words < 1$"):
-        load_environment("my-spelling")
 
 
 @pytest.mark.parametrize("through_entry_point", [True, False])
@@ -153,16 +154,3 @@ def test_wrong_arguments_name_the_accepted_ones(add_module: AddModule) -> None:
     add_module("my_bare", "def load_environment(): return 1")
     with pytest.raises(ConfigError, match="it takes none"):
         load_environment("my-bare", words=3)
-
-
-def test_a_function_that_returns_nothing_is_told_so(add_module: AddModule) -> None:
-    add_module("my_spelling", "def load_environment(): pass")
-    with pytest.raises(ConfigError, match="returned None"):
-        load_environment("my-spelling")
-
-
-@pytest.mark.parametrize("made", ["async def load_environment(): return 1", "def load_environment(): return object"])
-def test_what_is_no_environment_yet_is_told_so(add_module: AddModule, made: str) -> None:
-    add_module("my_spelling", made)
-    with pytest.raises(ConfigError, match="it must return an environment itself"):
-        load_environment("my-spelling")

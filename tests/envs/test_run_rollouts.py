@@ -183,22 +183,6 @@ async def test_waiting_for_a_slot_is_no_time_of_the_rollout(pass_time: Callable[
     assert [outcomes(group.rollouts) for group in groups] == [[Outcome.COMPLETED] * 4] * 3
 
 
-@pytest.mark.parametrize("kind", [Env, *KINDS])
-async def test_one_semaphore_bounds_what_is_in_flight(kind: type[Env]) -> None:
-    running = most = 0
-
-    async def answer(body: dict[str, Any]) -> str:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.002)
-        running -= 1
-        return "4"
-
-    await run_of(kind(), answer, limiter=Limiter(3)).run_groups([requests(0), requests(1), requests(2)])
-    assert most == 3
-
-
 def test_failed_rollouts_are_run_again_through_the_override() -> None:
     asked: list[int] = []
 

@@ -11,7 +11,6 @@ import pytest
 import verifiers as vf
 from verifiers.envs.tool_env import result_text
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.notebook import shortened
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.sandbox.spec import RunResult
@@ -233,11 +232,6 @@ def test_an_image_needs_a_level_that_has_images(monkeypatch: pytest.MonkeyPatch)
 
 
 # -- text ---------------------------------------------------------------------------------------------------------
-
-
-def test_long_output_keeps_its_beginning_and_its_end_and_says_what_is_missing() -> None:
-    assert shortened("x" * 10, 10) == "x" * 10
-    assert shortened("a" * 600 + "b" * 600, 10) == "aaaaa\n[... 1,190 characters left out ...]\nbbbbb"
 
 
 @pytest.mark.parametrize(

@@ -74,20 +74,6 @@ async def test_functions_of_the_group_come_last_and_others_in_order_where_that_i
     assert {state["order"] for state in states} <= order
 
 
-async def test_a_slow_function_does_not_stall_the_loop() -> None:
-    release = threading.Event()
-
-    def slow(answer: str) -> float:
-        return 1.0 if release.wait(10) else 0.0
-
-    grading = asyncio.create_task(Rubric(funcs=[slow]).score_group(states_of(1)))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not grading.done()
-    release.set()
-    assert [score.reward for score in await grading] == [1.0]
-
-
 async def test_plain_functions_that_ask_a_judge_do_not_wait_for_each_other() -> None:
     together = threading.Barrier(4)
 

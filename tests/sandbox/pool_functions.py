@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 
 calls = 0
@@ -153,7 +152,3 @@ def write_to(path: str) -> object:
 
 def environment() -> object:
     return dict(os.environ)
-
-
-def threads() -> object:
-    return threading.active_count()

@@ -18,7 +18,7 @@ from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.spec import SandboxSpec
 
 async def main():
-    isolation, marker, fork = sys.argv[1:]
+    isolation, marker = sys.argv[1:]
     async with await open_sandbox(SandboxSpec(isolation=isolation)) as sandbox:
         await sandbox.run(f"setsid sleep {marker} > /dev/null 2>&1 &")
         await sandbox.start(["sleep", marker])
@@ -32,7 +32,7 @@ WORKER = """
 import sys
 from verifiers.sandbox.worker_pool import WorkerPool
 
-isolation, marker, fork = sys.argv[1:]
+isolation, marker = sys.argv[1:]
 pool = WorkerPool(workers=1, isolation=isolation, timeout_s=1000)
 pool.call_blocking("os:getpid")
 print(next(iter(pool._workers.all)).sandbox.process.pid, flush=True)
@@ -49,7 +49,7 @@ def program(
     def start(code: str) -> tuple[subprocess.Popen[str], int]:
         # an own session: an interrupt goes to the whole group, as from a terminal
         process = subprocess.Popen(
-            [sys.executable, "-c", code, isolation, marker, "no"],
+            [sys.executable, "-c", code, isolation, marker],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -151,7 +151,7 @@ def test_killing_the_watching_process_ends_a_bubblewrap_sandbox(
     contained: str, marker: str, wait_until_gone: Callable[[str], None], tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SANDBOX, contained, marker, "no"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", SANDBOX, contained, marker], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     try:
         assert process.stdout is not None

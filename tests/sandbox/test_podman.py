@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -105,25 +104,6 @@ def test_a_killed_run_leaves_no_container(marker: str, wait_until_gone: Callable
     program.stdout.close()
     wait_until_gone(marker)
     wait_until_removed({name})
-
-
-async def test_many_containers_one_after_the_other_leave_nothing() -> None:
-    names = set()
-
-    async def use() -> str:
-        async with await open_sandbox(SandboxSpec("podman")) as sandbox:
-            assert isinstance(sandbox, ContainerSandbox)
-            names.add(sandbox.name)
-            await sandbox.write("file", "x")
-            return (await sandbox.run("cat file")).stdout
-
-    await use()
-    before = set(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        assert await asyncio.gather(*(use() for _ in range(4))) == ["x"] * 4
-    assert set(os.listdir("/proc/self/fd")) == before
-    # other tests have theirs beside this one
-    wait_until_removed(names)
 
 
 async def test_an_image_that_is_not_there_is_named() -> None:

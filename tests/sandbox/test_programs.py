@@ -217,17 +217,6 @@ async def test_a_program_that_is_cut_off_is_scored_by_what_there_is(
     wait_until_gone(marker)
 
 
-async def test_a_budget_of_calls_truncates_what_the_program_makes_of_the_refusal(isolation: IsolationLevel) -> None:
-    env = env_of(
-        "print(ask('one'), flush=True); ask('two')", isolation, max_turns=1,
-        rubric=vf.Rubric(funcs=[lambda completion: float(completion[0]["content"] == "42")]),
-    )  # fmt: skip
-    async with FakeOpenAIServer("42") as server:
-        rollout = await played(env, server)
-    assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.TRUNCATED, 1.0, 1), rollout.failure
-    assert "Error 403" in rollout.state["stderr"]
-
-
 FORGES = """
 import subprocess
 ask("hi")

@@ -180,6 +180,8 @@ async def test_system_calls_that_no_grader_needs_are_refused(contained: str) -> 
 
 FORKS = """
 import mmap, os, socket, time
+def private():
+    return bytearray(b"x") * (100 << 20)
 def shared():
     held = mmap.mmap(-1, 100 << 20)
     for at in range(0, len(held), 4096): held[at] = 1
@@ -205,8 +207,8 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["shared", "sockets"])
-async def test_memory_that_is_of_no_single_process_is_bounded(contained: str, what: str) -> None:
+@pytest.mark.parametrize("what", ["private", "shared", "sockets"])
+async def test_memory_of_many_processes_and_of_none_is_bounded(contained: str, what: str) -> None:
     async with await open_sandbox(SandboxSpec("bubblewrap", memory_bytes=256 << 20)) as sandbox:
         result = await sandbox.run(["python3", "-c", FORKS.replace("WHAT", what)], timeout_s=30)
         assert result.exit_code == -9, result

@@ -58,6 +58,7 @@ class _Slot:
     start_command: str
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     sandbox: Sandbox | None = None
+    interpreter: PythonInterpreter | None = None
 
 
 class SandboxEnv(StatefulToolEnv):
@@ -402,7 +403,6 @@ class PythonEnv(SandboxEnv):
         packages = pip_install_packages
         self.pip_install_packages = packages.split() if isinstance(packages, str) else list(packages)
         self.max_startup_wait_seconds = max_startup_wait_seconds
-        self._interpreters: dict[str, PythonInterpreter] = {}
         self.remove_tool(self.bash)
         self._add_bounded_tool(self.python)
         names = [re.split(r"[\s\[<>=!~;@]", package, maxsplit=1)[0] for package in self.pip_install_packages]
@@ -422,23 +422,19 @@ class PythonEnv(SandboxEnv):
             sandbox_id: the rollout's sandbox, supplied by the environment.
         """
         sandbox = await self._opened(sandbox_id)
-        interpreter = self._interpreters.get(sandbox_id)
-        if interpreter is None:
-            interpreter = self._interpreters[sandbox_id] = PythonInterpreter(
+        slot = self._slots[sandbox_id]
+        if slot.interpreter is None:
+            slot.interpreter = PythonInterpreter(
                 sandbox,
                 cell_timeout_s=self.timeout_per_command_s,
                 startup_timeout_s=self.max_startup_wait_seconds,
                 max_output_chars=self.max_output_chars,
             )
-        return await interpreter.run(code)
+        return await slot.interpreter.run(code)
 
     async def run_python(self, code: str, state: State) -> str:
         """Run code in the rollout's interpreter, for the environment's own use, such as in `post_rollout`."""
         return await self.python(code, self._sandbox_id(state))
-
-    async def _close(self, sandbox_id: str) -> None:
-        self._interpreters.pop(sandbox_id, None)
-        await super()._close(sandbox_id)
 
 
 def _is_there(package: str) -> bool:

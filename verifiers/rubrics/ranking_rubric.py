@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from verifiers.concurrency import gather_owned
-from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.types import Messages, RewardFunc, State
@@ -48,9 +47,6 @@ class RankingRubric(JudgeRubric):
         rounds: rankings of one group, each in another order, whose rewards are averaged.
         attempts: answers of the judge that are read in each round, at most.
         seed: of the shuffles.
-
-    Raises:
-        ConfigError: `rounds` or `attempts` below 1, and as `JudgeRubric`.
     """
 
     def __init__(
@@ -69,11 +65,6 @@ class RankingRubric(JudgeRubric):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
-        if rounds < 1 or attempts < 1:
-            raise ConfigError(
-                f"A RankingRubric needs at least 1 round and 1 attempt, but has rounds={rounds!r} and "
-                f"attempts={attempts!r}."
-            )
         super().__init__(
             parser=parser,
             judge_client=judge_client,
@@ -153,10 +144,8 @@ def parse_ranking(text: str, labels: Sequence[str]) -> list[list[str]]:
 def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str]) -> list[float]:
     """Return the reward of each response by its tier: evenly from 1.0 to 0.0, the mean of their places for equals.
 
-    The best tier comes first, and has each text once; two or more responses, of which several may be the same text.
-
-    Raises:
-        GradingError: a response is in no tier.
+    The best tier comes first. Each text is in one tier; there are two or more responses, of which several may be the
+    same text.
     """
     reward_of: dict[str, float] = {}
     place = 0
@@ -165,8 +154,6 @@ def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str])
         mean_place = place + (size - 1) / 2
         reward_of.update(dict.fromkeys(tier, 1.0 - mean_place / (len(responses) - 1)))
         place += size
-    if missing := [response for response in responses if response not in reward_of]:
-        raise GradingError(f"The ranking leaves out {missing[0][:80]!r}.")
     return [reward_of[response] for response in responses]
 
 

@@ -73,7 +73,6 @@ class AgentSandbox(Sandbox):
         self._ready: Answer = self._loop.create_future()
         self._gone = False
         self._answers: dict[int, Answer] = {}
-        self._processes: set[_AgentProcess] = set()
         self._numbers = 0
         self._directory: str | None = None
         # more at once would only fail at the limit of processes, as a shell needs some of its own
@@ -257,10 +256,7 @@ class AgentSandbox(Sandbox):
 
     def _start(self, kind: str, **request: Any) -> SandboxProcess:
         number, answer, pipes = self._spawn(True, kind=kind, cpu_time_s=self.spec.cpu_time_s, **request)
-        process = _AgentProcess(self, number, answer, pipes)
-        self._processes.add(process)
-        answer.add_done_callback(lambda answer: self._processes.discard(process))
-        return process
+        return _AgentProcess(self, number, answer, pipes)
 
     async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
         message, out, err = await self.exchange(
@@ -301,9 +297,8 @@ class AgentSandbox(Sandbox):
             self._control.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
+        # which releases started processes, too
         self._lost()
-        for started in list(self._processes):
-            started.release()
         try:
             if not await ended(self.process, _CLOSE_S):
                 self.process.kill()

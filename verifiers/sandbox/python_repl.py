@@ -16,6 +16,7 @@ from verifiers.sandbox.python_driver import CODEC
 from verifiers.sandbox.spec import Sandbox, SandboxProcess
 
 _LOST = "The interpreter was restarted: all variables, functions and imports are lost."
+_FORGED = "The code wrote where the interpreter's own answers belong, so it was stopped."
 
 
 @functools.cache
@@ -80,7 +81,8 @@ class PythonInterpreter:
                     self._process = process
                     text = output.rstrip("\n") or "[no output]"
                     return f"{_LOST}\n{text}" if lost else text
-                why = await _cause_of_death(process, line)
+                # bytes that are no answer were written in its place
+                why = _FORGED if line else "The code ended the interpreter."
             await process.kill()
             self._process = await self._start()
             return f"{why} {_LOST}"
@@ -114,18 +116,6 @@ def _output_of(line: bytes, nonce: str) -> str | None:
         return body[:-1].decode(CODEC)
     except UnicodeDecodeError:
         return None
-
-
-async def _cause_of_death(process: SandboxProcess, line: bytes) -> str:
-    if line:
-        return "The code wrote where the interpreter's own answers belong, so it was stopped."
-    try:
-        code = await process.wait(timeout_s=1.0)
-    except TimeoutError:
-        code = None
-    return (
-        "The code ended the interpreter." if code is None else f"The code ended the interpreter (exit code {code})."
-    )
 
 
 async def _kill_whatever_comes(process: SandboxProcess) -> None:
