@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 from verifiers.envs.lifecycle import cleanup, marked_methods, stop, teardown
 
 
@@ -56,3 +58,16 @@ def test_static_and_class_methods_can_be_marked() -> None:
 
 def test_an_override_without_the_mark_is_not_marked() -> None:
     assert names(Child(), "stop") == ["z_first", "b_bare"]
+
+
+def test_functions_put_on_an_instance_count_and_mocks_do_not() -> None:
+    obj = Base()
+
+    @stop(priority=9)
+    def own(state: dict) -> bool:
+        return True
+
+    obj.own, obj.mock = own, MagicMock()  # type: ignore[attr-defined]
+    assert names(obj, "stop")[0] == "own"
+    assert len(names(obj, "stop")) == 4
+    assert names(Base(), "stop")[0] == "z_first"

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,29 +58,38 @@ teardown = _Mark("teardown")
 
 
 def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
-    """Return the bound methods of an object whose class marks them as `kind` ("stop", "cleanup", "teardown").
+    """Return the bound methods of an object marked as `kind` ("stop", "cleanup", "teardown").
 
-    A method overridden without the mark is no longer marked.
+    A method overridden without the mark is no longer marked. Functions put on the instance count too.
 
     Returns:
         Highest priority first, then by name.
     """
     cls: Any = type(obj)
-    return [getattr(obj, name) for name in _marked_names(cls, kind)]
+    found = dict(_marked_names(cls, kind))
+    for name, value in getattr(obj, "__dict__", {}).items():
+        # other callables may answer to any attribute (mocks do), and would seem marked
+        if isinstance(value, (FunctionType, MethodType)):
+            priority = getattr(value, _MARKS, {}).get(kind)
+            if priority is not None:
+                found[name] = priority
+            else:
+                found.pop(name, None)
+    return [getattr(obj, name) for name in sorted(found, key=lambda name: (-found[name], name))]
 
 
 @lru_cache(maxsize=512)
-def _marked_names(cls: Any, kind: str) -> list[str]:
+def _marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
     # asked before and after every turn of every rollout, so it is cached
-    found = {}
+    found = []
     for name in dir(cls):
         # static: descriptors such as a dataset that is made at its first reading are left alone
         method = inspect.getattr_static(cls, name, None)
         # of a static or class method, the function
         marks = getattr(getattr(method, "__func__", method), _MARKS, None)
         if isinstance(marks, dict) and kind in marks:
-            found[name] = marks[kind]
-    return sorted(found, key=lambda name: (-found[name], name))
+            found.append((name, marks[kind]))
+    return tuple(found)
 
 
 logger = logging.getLogger("verifiers.envs")
