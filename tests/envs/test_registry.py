@@ -154,3 +154,10 @@ def test_wrong_arguments_name_the_accepted_ones(add_module: AddModule) -> None:
     add_module("my_bare", "def load_environment(): return 1")
     with pytest.raises(ConfigError, match="it takes none"):
         load_environment("my-bare", words=3)
+
+
+@pytest.mark.parametrize("made", ["async def load_environment(): return 1", "def load_environment(): return object"])
+def test_what_is_no_environment_yet_is_told_so(add_module: AddModule, made: str) -> None:
+    add_module("my_spelling", made)
+    with pytest.raises(ConfigError, match="it must return an environment itself"):
+        load_environment("my-spelling")

@@ -139,6 +139,8 @@ def test_functions_and_arguments_that_cannot_be_sent_are_refused(pool: WorkerPoo
         pool.call_blocking("math:no_such_function")
     with pytest.raises(ConfigError, match="timeout_s"):
         pool.call_blocking("math:sqrt", 1, timeout_s=0)
+    with pytest.raises(ConfigError, match="at least one"):
+        WorkerPool(workers=0)
     with pytest.raises(ConfigError, match="'docker'"):
         WorkerPool(isolation="docker")
 

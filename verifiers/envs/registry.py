@@ -65,6 +65,11 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         ) from error
     if env is None:
         raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
+    if isinstance(env, type) or inspect.iscoroutine(env):
+        if not isinstance(env, type):
+            env.close()
+        text = f"load_environment of {env_id!r} returned {env!r:.100}; it must return an environment itself."
+        raise ConfigError(text)
     _name(env, env_id, given)
     return cast("Environment", env)
 

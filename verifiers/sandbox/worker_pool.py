@@ -62,6 +62,8 @@ class WorkerPool:
         paths: Sequence[str] = (),
         name: str = "workers",
     ) -> None:
+        if workers is not None and workers < 1:
+            raise ConfigError(f"A worker pool needs at least one worker, not {workers!r}.")
         if isolation not in ("auto", "process", "bubblewrap"):
             raise ConfigError(
                 f"A worker pool runs in the isolation levels 'auto', 'bubblewrap' or 'process', not {isolation!r}."
