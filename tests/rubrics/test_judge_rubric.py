@@ -257,9 +257,11 @@ def test_the_default_client_serves_any_endpoint_on_any_event_loop(monkeypatch: p
     assert keys == {"Bearer EMPTY"}, "OpenAI's key is sent to nobody else"
 
 
-def test_a_client_and_an_address_are_refused() -> None:
+def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="judge_base_url='http://x' too; give one"):
         vf.JudgeRubric(judge_client=FakeClient(), judge_base_url="http://x")
+    with pytest.raises(ConfigError, match="judge_tries=0"):
+        vf.JudgeRubric(judge_tries=0)
 
 
 async def test_a_judge_that_is_not_running_is_one_line_with_its_url(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.errors import GradingError
+from verifiers.errors import ConfigError, GradingError
 from verifiers.rubrics import math_rubric
 from verifiers.rubrics.math_equality import MathVerdict
 from verifiers.types import State
@@ -101,3 +101,8 @@ async def test_a_state_that_is_scored_again_with_another_answer_is_compared_agai
     scored["completion"] = thought("42")
     await rubric.score_group([scored])
     assert scored["reward"] == 1.0
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="timeout_s must be above 0, but is 0"):
+        vf.MathRubric(timeout_s=0)

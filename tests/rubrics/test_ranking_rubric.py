@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
+from verifiers.errors import ConfigError
 from verifiers.rubrics.ranking_rubric import parse_ranking
 from verifiers.testing import FakeClient, Fault
 from verifiers.types import State
@@ -139,3 +140,8 @@ def test_rankings_are_read_from_the_last_line_that_has_every_label_once(
             parse_ranking(text, ["A", "B", "C"])
     else:
         assert parse_ranking(text, ["A", "B", "C"]) == tiers
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rounds=0"):
+        vf.RankingRubric(rounds=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
+from verifiers.errors import ConfigError
 from verifiers.rubrics import Rubric
 from verifiers.types import RolloutScore, State
 
@@ -76,8 +77,10 @@ def test_what_is_added_goes_to_the_first_rubric() -> None:
     assert first.class_objects["level"] == 1
     assert second.reward_funcs == []
     assert "level" not in second.class_objects
-    with pytest.raises(AttributeError, match="'reward_funcs' of 'RubricGroup' object has no setter"):
-        group.reward_funcs = [half]  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="no functions of its own"):
+        group.reward_funcs = [half]
+    with pytest.raises(ConfigError, match="no weights of its own"):
+        group.weights = [1.0]
 
 
 async def test_rewards_and_metrics_are_summed() -> None:

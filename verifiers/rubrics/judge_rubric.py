@@ -190,7 +190,7 @@ class JudgeRubric(Rubric):
         **kwargs: every further keyword becomes an attribute.
 
     Raises:
-        ConfigError: a client and a base URL were both given.
+        ConfigError: a client and a base URL were both given, or a bound cannot work.
     """
 
     def __init__(
@@ -213,6 +213,11 @@ class JudgeRubric(Rubric):
     ) -> None:
         if judge_client is not None and judge_base_url is not None:
             raise ConfigError(f"The judge has a judge_client, and judge_base_url={judge_base_url!r} too; give one.")
+        if judge_tries < 1 or judge_timeout_s <= 0:
+            raise ConfigError(
+                f"A judge needs at least 1 try and more than 0 s, but has judge_tries={judge_tries!r} and "
+                f"judge_timeout_s={judge_timeout_s!r}."
+            )
         super().__init__(
             funcs=funcs, weights=weights, parser=parser, parallelize_scoring=parallelize_scoring, **kwargs
         )

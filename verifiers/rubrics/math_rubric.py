@@ -6,6 +6,7 @@ import functools
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from verifiers.errors import ConfigError
 from verifiers.parsers.parser import Parser, ThinkParser, extract_boxed_answer
 from verifiers.rubrics.math_equality import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, answer_text, math_verdict
 from verifiers.rubrics.rubric import Rubric
@@ -32,6 +33,9 @@ class MathRubric(Rubric):
         timeout_s: how long one comparison may take, in seconds.
         max_answer_chars: a longer answer is right only where it is the row's, character by character.
         **kwargs: as for `Rubric`.
+
+    Raises:
+        ConfigError: `timeout_s` or `max_answer_chars` is not above 0.
     """
 
     def __init__(
@@ -44,6 +48,9 @@ class MathRubric(Rubric):
         max_answer_chars: int = MAX_ANSWER_CHARS,
         **kwargs: Any,
     ) -> None:
+        for name, value in (("timeout_s", timeout_s), ("max_answer_chars", max_answer_chars)):
+            if value <= 0:
+                raise ConfigError(f"A MathRubric's {name} must be above 0, but is {value!r}.")
         parser = parser if parser is not None else ThinkParser(extract_fn=extract_boxed_answer)
         super().__init__(funcs=funcs, weights=weights, parser=parser, **kwargs)
         self.timeout_s = timeout_s

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from verifiers.concurrency import gather_owned
+from verifiers.errors import ConfigError
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.types import Messages, RewardFunc, State
@@ -47,6 +48,9 @@ class RankingRubric(JudgeRubric):
         rounds: rankings of one group, each in another order, whose rewards are averaged.
         attempts: answers of the judge that are read in each round, at most.
         seed: of the shuffles.
+
+    Raises:
+        ConfigError: `rounds` or `attempts` below 1, and as `JudgeRubric`.
     """
 
     def __init__(
@@ -65,6 +69,11 @@ class RankingRubric(JudgeRubric):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
+        if rounds < 1 or attempts < 1:
+            raise ConfigError(
+                f"A RankingRubric needs at least 1 round and 1 attempt, but has rounds={rounds!r} and "
+                f"attempts={attempts!r}."
+            )
         super().__init__(
             parser=parser,
             judge_client=judge_client,

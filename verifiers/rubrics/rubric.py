@@ -360,14 +360,22 @@ class RubricGroup(Rubric):
         return group
 
     @property
-    def reward_funcs(self) -> list[RewardFunc]:  # type: ignore[override]
+    def reward_funcs(self) -> list[RewardFunc]:
         """The functions of all rubrics, in order."""
         return [func for rubric in self.rubrics for func in rubric.get_reward_funcs()]
 
+    @reward_funcs.setter
+    def reward_funcs(self, funcs: list[RewardFunc]) -> None:
+        raise ConfigError("A RubricGroup has no functions of its own; give them to one of its rubrics.")
+
     @property
-    def reward_weights(self) -> list[float]:  # type: ignore[override]
+    def reward_weights(self) -> list[float]:
         """The weights of all rubrics, one a function."""
         return [weight for rubric in self.rubrics for weight in rubric.get_reward_weights()]
+
+    @reward_weights.setter
+    def reward_weights(self, weights: list[float]) -> None:
+        raise ConfigError("A RubricGroup has no weights of its own; give them to one of its rubrics.")
 
     @property
     def class_objects(self) -> dict[str, Any]:  # type: ignore[override]
