@@ -188,8 +188,8 @@ async def test_an_answer_that_ends_its_worker_is_told_from_a_wrong_one_and_from_
 
 def test_nothing_heavy_is_imported_for_what_is_decided_by_the_text() -> None:
     code = (
-        "import asyncio, sys, verifiers as vf; from verifiers.rubrics.math_equality import math_verdict\n"
-        "assert asyncio.run(math_verdict('1/2', '0.5')) == 'right'\n"
+        "import sys, verifiers as vf; from verifiers.rubrics.math_equality import math_verdict_blocking as verdict\n"
+        "assert verdict('1/2', '0.5') == 'right' and verdict('1', '2') == 'wrong'\n"
         "rubric = vf.MathRubric()\n"
         "assert not {'sympy', 'math_verify', 'openai'} & set(sys.modules)"
     )

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from verifiers.errors import GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
+from verifiers.loop_thread import run_blocking
 from verifiers.rubrics.scoring import waiting_turn
 from verifiers.sandbox.worker_pool import WorkerPool
 
@@ -49,6 +50,15 @@ async def math_verdict(
     expected, given = answer_text(answer), answer_text(response)
     verdict = exact_match(expected, given, max_chars)
     return verdict or await _by_worker(_in_latex(expected), _in_latex(given), timeout_s)
+
+
+def math_verdict_blocking(
+    answer: Any, response: Any, *, timeout_s: float = TIMEOUT_S, max_chars: int = MAX_ANSWER_CHARS
+) -> MathVerdict:
+    """Compare a response with the right answer, as `math_verdict`, without an event loop."""
+    expected, given = answer_text(answer), answer_text(response)
+    verdict = exact_match(expected, given, max_chars)
+    return verdict or run_blocking(lambda: _by_worker(_in_latex(expected), _in_latex(given), timeout_s))
 
 
 # -- by the text -----------------------------------------------------------------------------------------------------
