@@ -135,7 +135,7 @@ def test_an_adapter_is_pushed_merged(make: Callable[..., Any], model_dir: Path, 
     ("settings", "message"),
     [
         ({"rollout_device": "cpu", "rollout_cuda_graphs": True}, "rollout_cuda_graphs needs a GPU as rollout_device"),
-        ({"old_logprobs_on_rollout_device": True}, "needs rollout_device"),
+        ({"old_logprobs_on_rollout_device": True}, "has no effect without rollout_device"),
         (
             {"rollout_device": "cpu", "old_logprobs_on_rollout_device": True, "cast_lm_head_to_fp32": True},
             "cast_lm_head_to_fp32 do not go together",

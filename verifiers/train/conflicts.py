@@ -45,7 +45,11 @@ _BOUNDS = {
     "max_grad_norm": (0, "0 (no clipping) or more"),
     "max_completion_length": (1, "1 or more tokens"),
     "delta": (0, "a bound above 1 + epsilon, or leave it out"),
-    "temperature": (0, "a number above 0, such as 1.0"),
+    "temperature": (math.ulp(0.0), "a number above 0, such as 1.0: at 0 all rollouts of a group are the same"),
+    "max_images": (0, "the most images of a prompt, or 0 for text alone"),
+    "teacher_top_k": (0, "0 (the sampled tokens alone) or more"),
+    **dict.fromkeys(("teacher_coef", "demonstrations_share"), (math.ulp(0.0), "a number above 0")),
+    **dict.fromkeys(("demonstrations_coef", "env_ce_coef"), (0, "0 or more")),
     "eval_max_concurrent": (1, "1 or more, or leave it out"),
     "eval_timeout": (math.ulp(0.0), "a number above 0, or leave it out"),
 }
@@ -55,15 +59,17 @@ _NEEDED = {
     "demonstrations": ("demonstrations_share", "demonstrations_coef"),
     "trace": ("trace_share", "trace_content"),
     "dynamic_sampling": ("dynamic_sampling_max_groups",),
+    "max_images": ("train_vision_tower",),
+    "rollout_device": ("old_logprobs_on_rollout_device",),
+    "beta": ("kl_estimator", "kl_in_reward"),
+    "vllm_importance_sampling_correction": (
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_cap",
+    ),
 }
 """Settings that have no effect without another."""
-
-_OF_IMPORTANCE_SAMPLING = (
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_cap",
-)
 
 UNSUPPORTED: dict[str, str] = {
     "generation_kwargs": (
@@ -175,18 +181,8 @@ def _values(args: Any) -> _Refusals:
 
 def _rollouts(args: Any) -> _Refusals:
     yield (
-        args.temperature == 0,
-        f"temperature is 0 with num_generations={args.num_generations}: the rollouts of a group would be the same "
-        "and no advantage could differ from 0; give a temperature above 0, such as 1.0.",
-    )
-    yield (
         args.max_steps < -1 or args.max_steps == 0,
         f"max_steps is {args.max_steps}; give 1 or more, or -1 for num_train_epochs.",
-    )
-    yield (
-        args.num_generations is not None and args.num_generations < 2,
-        f"num_generations is {args.num_generations}, but a group's advantage compares its rollouts with each other; "
-        "give at least 2.",
     )
     yield (
         args.disable_dropout is False,
@@ -204,21 +200,9 @@ def _rollouts(args: Any) -> _Refusals:
         "are all the same; give a temperature above 0, or num_generations_eval=1.",
     )
     yield (
-        args.max_images < 0,
-        f"max_images is {args.max_images}; give the most images of a prompt, or 0 for text alone.",
-    )
-    yield (
         args.max_images > 0 and args.env_ce_coef > 0,
         f"env_ce_coef={args.env_ce_coef:g} would train the policy to write what stands for images, and max_images is "
         f"{args.max_images}; leave one of the two out.",
-    )
-    yield (
-        args.train_vision_tower and not args.max_images,
-        "train_vision_tower trains what images pass through, and max_images=0 lets none come; set max_images.",
-    )
-    yield (
-        args.old_logprobs_on_rollout_device and args.rollout_device is None,
-        "old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.",
     )
     yield (
         args.old_logprobs_on_rollout_device and args.cast_lm_head_to_fp32,
@@ -257,11 +241,6 @@ def _loss(args: Any) -> _Refusals:
     )
     teacher = args.teacher_url
     yield (
-        args.teacher_top_k < 0 or not 0 < args.teacher_coef < math.inf,
-        f"teacher_top_k is {args.teacher_top_k} and teacher_coef {args.teacher_coef}; give 0 or more tokens, and a "
-        "coefficient above 0.",
-    )
-    yield (
         not teacher and not args.use_rewards,
         "use_rewards=False leaves nothing to train on without a teacher; give teacher_url, or leave it out.",
     )
@@ -279,12 +258,6 @@ def _loss(args: Any) -> _Refusals:
         bool(teacher) and args.dynamic_sampling,
         "dynamic_sampling replaces groups whose rewards are all equal, and a teacher trains these too; leave one of "
         "the two out.",
-    )
-    share, coefs = args.demonstrations_share, (args.demonstrations_coef, args.env_ce_coef)
-    yield (
-        not 0 < share < math.inf or not all(0 <= coef < math.inf for coef in coefs),
-        f"demonstrations_share is {share}, demonstrations_coef {coefs[0]} and env_ce_coef {coefs[1]}; give a share "
-        "above 0, and coefficients of 0 or more.",
     )
     yield (
         args.streaming and (args.demonstrations is not None or args.env_ce_coef > 0),
@@ -306,13 +279,6 @@ def _loss(args: Any) -> _Refusals:
         f"loss_type={name!r} multiplies the tokens' ratios itself, so vllm_importance_sampling_mode={mode!r} counts "
         "a row's ratio once a token; use 'token_truncate'.",
     )
-    for setting in _OF_IMPORTANCE_SAMPLING:
-        value = getattr(args, setting)
-        yield (
-            value != getattr(type(args), setting) and not args.vllm_importance_sampling_correction,
-            f"{setting}={value!r} would change the importance weights, which are off; set "
-            "vllm_importance_sampling_correction=True, or leave that out.",
-        )
     # TRL copies the deprecated cap to clip_max later
     low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_cap
     high = args.vllm_importance_sampling_clip_max if cap is None else cap
@@ -335,11 +301,6 @@ def _loss(args: Any) -> _Refusals:
 
 def _kl(args: Any) -> _Refusals:
     in_reward, estimator = args.kl_in_reward, args.kl_estimator
-    given = "kl_in_reward=True" if in_reward else f"kl_estimator={estimator!r}"
-    yield (
-        args.beta == 0.0 and (estimator is not None or in_reward),
-        f"{given} has no effect with beta=0; set beta, such as 0.001, or leave it out.",
-    )
     yield (
         in_reward and estimator not in (None, "k1"),
         f"kl_estimator={estimator!r} with kl_in_reward=True: in the reward k1 alone has the gradient of the KL; "
