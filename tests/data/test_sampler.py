@@ -22,6 +22,7 @@ from verifiers.data.sampler import (
     whole_weights,
 )
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
 
 SIZES = [(7, 2, 3, 4), (2, 3, 2, 1), (8, 1, 2, 2), (24, 3, 12, 2), (5, 4, 1, 1), (3, 2, 4, 2), (0, 2, 1, 1)]
 
@@ -61,6 +62,7 @@ def test_the_sampler_visits_prompts_in_the_order_of_the_plan() -> None:
 
 
 def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="verifiers.data"):
         sampler = RepeatSampler(7, 1, batch_size=3, seed=0)
         list(sampler), list(sampler), len(sampler)

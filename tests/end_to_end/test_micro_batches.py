@@ -14,6 +14,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
+from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches, computed_tokens
@@ -282,6 +283,7 @@ def test_a_run_with_a_budget_or_shared_prompts_reaches_the_weights_and_logs_of_o
 def test_a_row_over_the_budget_is_trained_alone_and_said_once(
     make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    warn_once.cache_clear()
     with FakeOpenAIServer(answer) as fake:
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_tokens_per_micro_batch=12)
         with caplog.at_level("WARNING", logger="verifiers.train"):
