@@ -107,11 +107,6 @@ def test_penalties_are_subtracted_before_the_statistics_and_refuse_advantages_of
         rollout_advantages(block([rollout(0, 1.0, advantage=0.5), second]), penalties={})
 
 
-def test_an_unknown_estimator_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="advantage_estimator is 'gae'; choose one of group, rloo"):
-        group_advantages(REWARDS, estimator="gae")
-
-
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero(scale_rewards: Any) -> None:
     for reward in (0.7, 0.699999988079071, 1 / 3, 1e-9, -2.1):
