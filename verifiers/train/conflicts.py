@@ -259,11 +259,6 @@ def _loss(args: Any) -> _Refusals:
         "dynamic_sampling replaces groups whose rewards are all equal, and a teacher trains these too; leave one of "
         "the two out.",
     )
-    yield (
-        args.streaming and (args.demonstrations is not None or args.env_ce_coef > 0),
-        "streaming weighs tokens before it knows how many an update has, which demonstrations and env_ce_coef do not "
-        "allow; set streaming=False.",
-    )
     level, mode = args.importance_sampling_level, args.vllm_importance_sampling_mode
     yield (
         loss_type.multiplies_ratios and level != "token",
@@ -340,35 +335,20 @@ def _advantages(args: Any) -> _Refusals:
 
 
 def _streaming(args: Any) -> _Refusals:
-    """Refuse what needs the whole block, or the whole update, before its first micro-batch."""
     if not args.streaming:
         return
-    of_block = "needs the rollouts of the whole block before its first micro-batch is trained; set streaming=False."
-    yield args.kl_in_reward, f"kl_in_reward=True {of_block}"
-    yield (
-        args.advantage_estimator.startswith("reinforce"),
-        f"advantage_estimator={args.advantage_estimator!r} {of_block}",
-    )
-    yield (
-        args.scale_rewards == "batch",
-        "scale_rewards='batch' needs the rewards of the whole block before its first micro-batch is trained; use "
-        "'group' or 'none', or streaming=False.",
-    )
-    yield (
-        LOSS_TYPES[args.loss_type].depends_on_micro_steps,
-        f"loss_type={args.loss_type!r} divides by each micro-step's own tokens, which streaming cannot weigh; use "
-        "'dapo', or streaming=False.",
-    )
-    yield (
-        args.top_entropy_quantile < 1.0,
-        f"top_entropy_quantile={args.top_entropy_quantile:g} is a quantile over the tokens of a micro-batch, which "
-        "streaming fills with whole groups and not by chance; set it to 1.0, or streaming=False.",
-    )
-    yield (
-        _has_entropy_bonus(args),
-        "an entropy bonus is a mean over the tokens of the whole update, whose number streaming does not know in "
-        "time; set entropy_coef=0.0, or streaming=False.",
-    )
+    needs_all = {
+        "kl_in_reward=True": args.kl_in_reward,
+        f"advantage_estimator={args.advantage_estimator!r}": args.advantage_estimator.startswith("reinforce"),
+        "scale_rewards='batch'": args.scale_rewards == "batch",
+        f"loss_type={args.loss_type!r}": LOSS_TYPES[args.loss_type].depends_on_micro_steps,
+        f"top_entropy_quantile={args.top_entropy_quantile:g}": args.top_entropy_quantile < 1.0,
+        "an entropy bonus (entropy_coef, use_adaptive_entropy)": _has_entropy_bonus(args),
+        "cross-entropy (demonstrations, env_ce_coef)": args.demonstrations is not None or args.env_ce_coef > 0,
+    }
+    for name, is_set in needs_all.items():
+        text = f"{name} needs rollouts that are not there yet when streaming trains the first; set streaming=False."
+        yield is_set, text
 
 
 def _unsupported(args: Any) -> _Refusals:
