@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.testing import FakeOpenAIServer
 from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches, computed_tokens
 from verifiers.train.batching.training_block import build_training_block
 from verifiers.types import Outcome, RolloutKey
@@ -239,12 +240,7 @@ def test_micro_batches_before_the_last_free_their_activations_and_put_off_the_en
     assert synced == [False] * (sum(micro_batches) - 1) + [True]
 
 
-def answer(body: dict[str, Any]) -> str | Fault:
-    """Return an answer that its request alone decides, of very unequal length; some requests fail."""
-    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
-    if draw.random() < 0.1 and body["seed"] > 1000:
-        return Fault(400)
-    return "".join(draw.choice("abcdefgh ") for _ in range(draw.choice([1, 2, 3, 9])))
+answer = functools.partial(tiny_world.letters, fails=0.1, lengths=[1, 2, 3, 9])
 
 
 @pytest.mark.slow
