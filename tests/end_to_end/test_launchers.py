@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sharded_world
+import tiny_world
 from transformers import AutoModelForCausalLM
 
 from verifiers.cli.launch import rendered
@@ -107,12 +107,6 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
-
-
 @pytest.mark.ray
 def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
@@ -123,7 +117,7 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
         (programs / name).chmod(0o755)
     (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
     run_file, script = tmp_path / "run.toml", tmp_path / "run.sbatch"
-    ports = {"server_port": free_port(), "main_port": free_port(), "ray_port": free_port()}
+    ports = {name: tiny_world.free_port() for name in ("server_port", "main_port", "ray_port")}
     text = RUN_FILE + CLUSTER
     run_file.write_text(text.format(model=model_dir, directory=tmp_path, config=CONFIG, **ports))
     script.write_text(rendered(str(run_file), "slurm"))
@@ -169,19 +163,10 @@ def test_the_documented_command_trains_on_two_processes_and_speaks_once(model_di
         re.M,
     )
     assert documented is not None
-    any_port = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *any_port, *documented[1].split(), str(run_file)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = sharded_world.torchrun([*documented[1].split(), str(run_file)], timeout_s=110)
     for line in ("batch plan", "saved to", "step 2/2"):
-        assert done.stdout.count(line) == 1, done.stdout
-    assert "devices           2" in done.stdout
+        assert printed.count(line) == 1, printed
+    assert "devices           2" in printed
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

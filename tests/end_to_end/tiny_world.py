@@ -9,6 +9,7 @@ import copy
 import functools
 import os
 import random
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,11 @@ class Rewriting(Dialogue):
 
 
 # -- a server in this process, over real HTTP --------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
 
 
 class EmbeddedServer(InProcessServer):
