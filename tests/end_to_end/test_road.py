@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_world
-from forks import Forks
 
 from verifiers.data.sampler import RepeatSampler
 from verifiers.envs import environment
@@ -103,26 +100,3 @@ def test_one_request_goes_unchanged_from_the_plan_to_its_rollout(
     make_trainer(tiny_world.single_turn(), max_steps=1).train()
     assert len(played) >= 4
     assert {id(request) for request in played} == {id(request) for request in planned}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_rank_0_goes_the_road_for_two_ranks(
-    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
-) -> None:
-    given = {"model": str(model_dir), "url": server.url, "output_dir": str(tmp_path)}
-    given["settings"] = {"max_steps": 1, "per_device_train_batch_size": 2}
-    log = tmp_path / "log"
-    assert forks.run("test_road:train", given, log, ranks=2) == 0, log.read_text()
-    roads = [json.loads((tmp_path / f"road-{rank}.json").read_text()) for rank in range(2)]
-    # the other rank gets its rows, and computes their loss
-    assert roads == [ROAD, ROAD[-1:]]
-
-
-def train(given: dict[str, Any]) -> None:
-    """Train, and write down the road of this rank."""
-    args = tiny_world.config(Path(given["output_dir"]), given["url"], **given["settings"])
-    with recorded_road() as seen:
-        trainer = tiny_world.GRPOTrainer(given["model"], tiny_world.single_turn(), args)
-        trainer.train()
-    (Path(given["output_dir"]) / f"road-{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
