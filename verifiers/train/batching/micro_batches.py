@@ -125,10 +125,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
           `rollout_index`, `sampled_tokens`, and `is_padding`, which is bool
 
     Raises:
-        ConfigError: there is no row, or one has an empty prompt or completion, or lists of different lengths.
+        ConfigError: a row has an empty prompt or completion, or lists of different lengths.
     """
-    if not samples:
-        raise ConfigError("no rows to pad; `PADDING` stands where a rank has nothing to train on")
     rows = [sample.row for sample in samples]
     for row in rows:
         lengths = [len(row.completion_ids), len(row.loss_mask), len(row.logprobs)]
