@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifiers.data.batch_plan import make_plan
 from verifiers.data.sampler import (
     RepeatSampler,
     interleave,
@@ -52,13 +51,6 @@ def test_a_seed_fixes_the_order_and_each_epoch_has_its_own() -> None:
 def test_a_sampler_without_a_seed_can_be_repeated_from_the_seed_it_drew() -> None:
     sampler = RepeatSampler(30, 1)
     assert list(RepeatSampler(30, 1, seed=sampler.seed)) == list(sampler)
-
-
-def test_the_sampler_visits_prompts_in_the_order_of_the_plan() -> None:
-    plan = make_plan(per_device_train_batch_size=12, num_generations=3, max_steps=5, num_prompts=22, seed=6)
-    sampler = RepeatSampler(22, 3, batch_size=plan.prompts_per_block, seed=6)
-    planned = [example_id for block in range(5) for example_id, _ in plan.requests(block)]
-    assert list(sampler) == planned
 
 
 def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

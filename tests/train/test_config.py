@@ -95,15 +95,6 @@ def test_trained_weights_of_16_bits_are_warned_of_and_frozen_ones_are_not(caplog
     assert "bfloat16: a step of less than 1/512 of a weight is rounded away" in said
 
 
-def test_replacement_groups_are_bounded_and_off_unless_asked_for(tmp_path: Path) -> None:
-    def config(**options: Any) -> GRPOConfig:
-        return GRPOConfig(str(tmp_path), use_cpu=True, **options)
-
-    assert config().replacement_groups(8) == 0
-    assert config(dynamic_sampling=True).replacement_groups(8) == 16
-    assert config(dynamic_sampling=True, dynamic_sampling_max_groups=3).replacement_groups(8) == 3
-
-
 @pytest.mark.parametrize(
     ("options", "ahead"),
     [
