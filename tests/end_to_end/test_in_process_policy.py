@@ -45,21 +45,11 @@ def test_a_run_file_that_names_no_server_trains_in_one_process(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("vowels.py").write_text(
-        "import verifiers as vf\n\n\n"
-        "def load_environment():\n"
-        "    rubric = vf.Rubric(funcs=[lambda completion: sum(c in 'aeiou' for c in completion[-1]['content'])])\n"
-        "    return vf.SingleTurnEnv(dataset=[{'question': c, 'answer': c} for c in 'abcd'], rubric=rubric)\n"
-    )
-    Path("run.toml").write_text(
-        f"environment.id = 'vowels'\nmodel.path = '{model_dir}'\n[trainer]\nper_device_train_batch_size = 4\n"
-        "num_generations = 4\nmax_completion_length = 8\nmax_steps = 2\nlogging_steps = 1\n"
-    )
-    assert train.main(["run.toml"]) == 0
-    run = read_run(Path("outputs/vowels"))
+    assert train.main([str(tiny_world.write_run(tmp_path, model_dir))]) == 0
+    run = read_run(Path("outputs/letters_env"))
     assert run["status"] == "finished"
     assert (run["settings"]["rollout_device"], run["settings"]["num_batches_ahead"]) == ("cpu", 0)
-    assert Path("outputs/vowels/model.safetensors").exists()
+    assert Path("outputs/letters_env/model.safetensors").exists()
 
 
 def test_the_in_process_copy_follows_pushes_and_nothing_else(make: Callable[..., Any]) -> None:

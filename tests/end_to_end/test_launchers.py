@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded_world
@@ -21,43 +22,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "accelerate" / "ddp.yaml"
 
-ENVIRONMENT = """
-import verifiers as vf
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
-
-def letters(completion, **kwargs):
-    return float(sum(message["content"].count("e") for message in completion)) + 0.01 * len(str(completion))
-
-
-def load_environment():
-    rows = [{"question": f"abc {number}", "answer": "e"} for number in range(8)]
-    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[letters]))
-"""
-
-RUN_FILE = """
-[environment]
-id = "letters_env"
-
-[model]
-path = "{model}"
-
+SERVER = """
 [server]
 launch = "embedded"
 args = ["--threads", "1"]
-
-[trainer]
-output_dir = "{directory}/out"
-max_steps = 2
-num_generations = 4
-per_device_train_batch_size = 2
-gradient_accumulation_steps = 2
-max_completion_length = 8
 """
 
 CLUSTER = """
-weight_sync = "directory"
-weight_sync_dir = "{directory}"
-
 [cluster]
 trainer_nodes = 2
 server_nodes = 1
@@ -115,11 +88,11 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
-    run_file, script = tmp_path / "run.toml", tmp_path / "run.sbatch"
     ports = {name: tiny_world.free_port() for name in ("server_port", "main_port", "ray_port")}
-    text = RUN_FILE + CLUSTER
-    run_file.write_text(text.format(model=model_dir, directory=tmp_path, config=CONFIG, **ports))
+    settings = {**SETTINGS, "output_dir": str(tmp_path / "out")}
+    settings |= {"weight_sync": "directory", "weight_sync_dir": str(tmp_path)}
+    tables = SERVER + CLUSTER.format(config=CONFIG, **ports)
+    run_file, script = tiny_world.write_run(tmp_path, model_dir, tables, **settings), tmp_path / "run.sbatch"
     script.write_text(rendered(str(run_file), "slurm"))
     installed = Path(sys.executable).parent
     # the tests' own cluster has settings of its own, which are not this script's
@@ -154,9 +127,7 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
 
 
 def test_the_documented_command_trains_on_two_processes_and_speaks_once(model_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path))
+    run_file = tiny_world.write_run(tmp_path, model_dir, SERVER, output_dir=str(tmp_path / "out"), **SETTINGS)
     documented = re.search(
         r"^    OMP_NUM_THREADS=1 torchrun (--nproc_per_node 2 -m verifiers.cli.train) run.toml$",
         (ROOT / "docs" / "training.md").read_text(),

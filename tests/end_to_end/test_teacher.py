@@ -123,28 +123,7 @@ def test_a_policy_comes_nearer_to_its_teacher_without_rewards(
     assert sum(kl[-3:]) < 0.85 * sum(kl[:3])
 
 
-RUN_FILE = """
-[environment]
-id = "letters_env"
-
-[model]
-path = "{policy}"
-
-[teacher]
-path = "{teacher}"
-
-[trainer]
-output_dir = "out"
-max_steps = 2
-num_generations = 4
-per_device_train_batch_size = 4
-gradient_accumulation_steps = 1
-max_completion_length = 8
-use_rewards = false
-logging_steps = 1
-"""
-
-LETTERS_ENV = """
+WITHOUT_REWARDS = """
 import verifiers as vf
 
 
@@ -158,9 +137,10 @@ def test_a_run_file_serves_its_teacher_beside_the_trainer(
     tmp_path: Path, model_dir: Path, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("letters_env.py").write_text(LETTERS_ENV)
-    Path("run.toml").write_text(RUN_FILE.format(policy=model_dir, teacher=other_model_dir))
-    assert main(["run.toml"]) == 0
+    Path("without_rewards_env.py").write_text(WITHOUT_REWARDS)
+    tables = f'[teacher]\npath = "{other_model_dir}"\n'
+    settings = {"output_dir": "out", "use_rewards": False, "logging_steps": 1}
+    assert main([str(tiny_world.write_run(tmp_path, model_dir, tables, env="without_rewards_env", **settings))]) == 0
     assert sum("teacher_kl" in line for line in read_lines(Path("out/metrics.jsonl"))) == 2
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import random
 import socket
@@ -138,6 +139,41 @@ class Rewriting(Dialogue):
         if len(prompt) > 3:
             prompt = [*prompt[:2], {"role": "user", "content": "forget what was said " * 3}, *prompt[3:]]
         return await super().get_model_response(client, model, prompt, *args, **kwargs)
+
+
+# -- a run file ---------------------------------------------------------------------------------------------------
+
+ENVIRONMENT = """
+import verifiers as vf
+
+
+def letters(completion, **kwargs):
+    return float(sum(message["content"].count("e") for message in completion)) + 0.01 * len(str(completion))
+
+
+def load_environment():
+    rows = [{"question": f"abc {number}", "answer": "e"} for number in range(8)]
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[letters]))
+"""
+
+
+def write_run(
+    directory: Path, model: Path | str, tables: str = "", *, file: str = "run.toml", env: str = "", **trainer: Any
+) -> Path:
+    """Write a run file of two steps.
+
+    Args:
+        directory: gets `letters_env.py` too, which is trained on where `env` names no other module.
+        tables: what follows `[trainer]`, as TOML.
+        trainer: settings in place of those here, or beside them.
+    """
+    (directory / "letters_env.py").write_text(ENVIRONMENT)
+    sizes = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8}
+    settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**sizes, **trainer}.items())
+    ids = f"environment.id = {json.dumps(env or 'letters_env')}\nmodel.path = {json.dumps(str(model))}\n"
+    path = directory / file
+    path.write_text(f"{ids}[trainer]\n{settings}{tables}")
+    return path
 
 
 # -- a server in this process, over real HTTP --------------------------------------------------------------------
