@@ -380,29 +380,21 @@ def refuse_biased_sampling(args: Any, whose: str, given: Mapping[str, Any]) -> N
             f"{whose} samples with {cut[0]}={given[cut[0]]!r}, and a teacher's log-probs are those of all tokens; "
             f"leave {cut[0]} out."
         )
-    if not args.vllm_importance_sampling_correction and not args.may_be_stale and not args.kl_in_reward:
+    if args.kl_in_reward:
+        biased, without = "kl_in_reward is the KL of another distribution than the policy's", "kl_in_reward=False"
+    elif args.vllm_importance_sampling_correction:
+        biased, without = "importance weights are biased", "vllm_importance_sampling_correction=False"
+    elif args.may_be_stale:
+        biased, without = "stale tokens cannot be told from fresh ones", "num_batches_ahead=0"
+    else:
         return
     # of what is cut the trainer normalises over the same tokens
     for name in (name for name in NEUTRAL if name not in CUTS):
-        if (value := unless_neutral(name, given)) is None:
-            continue
-        sampled = f"{whose} samples with {name}={value!r}"
-        if args.kl_in_reward:
+        if (value := unless_neutral(name, given)) is not None:
             raise ConfigError(
-                f"{sampled}, under which kl_in_reward is the KL of another distribution than the policy's; leave "
-                f"{name} out, or set kl_in_reward=False."
+                f"{whose} samples with {name}={value!r}, under which {biased}, for the sampler's log-probs are those "
+                f"of another distribution; leave {name} out, or set {without}."
             )
-        if args.vllm_importance_sampling_correction:
-            raise ConfigError(
-                f"{sampled}, under which importance weights are biased, for the sampler's log-probs are those of "
-                f"another distribution; leave {name} out, or set vllm_importance_sampling_correction=False."
-            )
-        raise ConfigError(
-            f"{sampled} with num_batches_ahead={args.num_batches_ahead} and without "
-            "vllm_importance_sampling_correction: the ratio to the sampler's log-probs is then all that tells stale "
-            f"tokens from fresh ones, and they are those of another distribution; leave {name} out, or set "
-            "num_batches_ahead=0."
-        )
 
 
 def refuse_adapters(adapters: Mapping[str, Any], beta: float) -> None:
