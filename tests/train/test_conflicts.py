@@ -140,14 +140,8 @@ def test_an_argument_that_nobody_supplies_is_refused_before_anything_is_sampled(
     ("name", "meant"),
     [
         ("kl_coef", "give beta"),
-        ("max_tokens", "give max_completion_length"),
-        ("max_new_tokens", "give max_completion_length"),
-        ("n", "give num_generations"),
         ("lora_r", "a peft_config"),
-        ("batch_size", "give per_device_train_batch_size"),
-        ("dtype", "give model_init_kwargs"),
         ("max_prompt_length", "prompts are never cut"),
-        ("warmup_ratio", "give warmup_steps"),
         ("learnig_rate", "did you mean 'learning_rate'"),
     ],
 )
