@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,65 +16,42 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.train.batching import training_block
 from verifiers.train.batching.rollout_session import RolloutPrefetcher
 
-ROAD = [
-    "RepeatSampler",
-    "BatchRequest",
-    "AsyncBatchGenerator.submit_batch",
-    "Environment.run_rollouts",
-    "Rubric.score_group",
-    "AsyncBatchGenerator.get_batch",
-    "advantages",
-    "shuffle_tensor_dict",
-    "split_tensor_dict",
-    "GRPOTrainer._compute_loss",
+ROAD: list[tuple[Any, str, str]] = [
+    (RepeatSampler, "__init__", "RepeatSampler"),
+    (BatchRequest, "__init__", "BatchRequest"),
+    (AsyncBatchGenerator, "submit_batch", "AsyncBatchGenerator.submit_batch"),
+    (tiny_world.vf.Environment, "run_rollouts", "Environment.run_rollouts"),
+    (Rubric, "score_group", "Rubric.score_group"),
+    (AsyncBatchGenerator, "get_batch", "AsyncBatchGenerator.get_batch"),
+    (training_block, "rollout_advantages", "advantages"),
+    (training_block, "shuffle_tensor_dict", "shuffle_tensor_dict"),
+    (training_block, "split_tensor_dict", "split_tensor_dict"),
+    (tiny_world.GRPOTrainer, "_compute_loss", "GRPOTrainer._compute_loss"),
 ]
+"""Each step, as an attribute of its owner and under its name in the documentation."""
 
 
-@contextmanager
-def recorded_road() -> Iterator[list[str]]:
-    """Return the first call of each step of the road, in order; get_batch counts when it returns."""
+def test_a_training_block_goes_the_road_in_order(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
-    lock = threading.Lock()
 
-    def note(name: str) -> None:
-        with lock:
-            if name not in seen:
-                seen.append(name)
-
-    def noting(name: str, function: Callable[..., Any], *, returns: bool = False) -> Callable[..., Any]:
+    def noting(name: str, function: Callable[..., Any], *, returns: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not returns:
-                note(name)
+                seen.append(name)
             result = function(*args, **kwargs)
-            note(name)
+            seen.append(name)
             return result
 
         return call
 
-    steps: list[tuple[Any, str, str]] = [
-        (RepeatSampler, "__init__", "RepeatSampler"),
-        (BatchRequest, "__init__", "BatchRequest"),
-        (AsyncBatchGenerator, "submit_batch", "AsyncBatchGenerator.submit_batch"),
-        (tiny_world.vf.Environment, "run_rollouts", "Environment.run_rollouts"),
-        (Rubric, "score_group", "Rubric.score_group"),
-        (AsyncBatchGenerator, "get_batch", "AsyncBatchGenerator.get_batch"),
-        (training_block, "rollout_advantages", "advantages"),
-        (training_block, "shuffle_tensor_dict", "shuffle_tensor_dict"),
-        (training_block, "split_tensor_dict", "split_tensor_dict"),
-        (tiny_world.GRPOTrainer, "_compute_loss", "GRPOTrainer._compute_loss"),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, attribute, name in steps:
-            function = getattr(owner, attribute)
-            patch.setattr(owner, attribute, noting(name, function, returns=attribute == "get_batch"))
-        yield seen
-
-
-def test_a_training_block_goes_the_road_in_order(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=1)
-    with recorded_road() as seen:
-        trainer.train()
-    assert seen == ROAD
+    for owner, attribute, name in ROAD:
+        # it waits, so it counts when it returns
+        step = noting(name, getattr(owner, attribute), returns=attribute == "get_batch")
+        monkeypatch.setattr(owner, attribute, step)
+    make_trainer(tiny_world.single_turn(), max_steps=1).train()
+    assert list(dict.fromkeys(seen)) == [name for _, _, name in ROAD]
 
 
 def test_one_request_goes_unchanged_from_the_plan_to_its_rollout(
