@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,11 @@ from verifiers.train.loss import logprobs
 
 
 @pytest.fixture
-def make(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Make trainers that hold their own server, and close them."""
-    made: list[tiny_world.ObservedTrainer] = []
-
-    def trainer(env: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
-        args = tiny_world.config(tmp_path / f"run-{len(made)}", "", **{"rollout_device": "cpu", **overrides})
-        made.append(tiny_world.ObservedTrainer(str(model_dir), env, args))
-        return made[-1]
-
-    yield trainer
-    for one in made:
-        one.close()
+def make(
+    new_trainer: Callable[..., tiny_world.ObservedTrainer], model_dir: Path
+) -> Callable[..., tiny_world.ObservedTrainer]:
+    """Make trainers that hold their own server."""
+    return lambda env, **options: new_trainer(model_dir, env, "", rollout_device="cpu", **options)
 
 
 def test_training_needs_no_other_server_and_stays_on_policy(make: Callable[..., Any]) -> None:
@@ -108,13 +101,9 @@ def test_old_log_probs_on_the_copy_are_the_trainers_own(
 
 # peft 0.21 reads a property that transformers 5.23 has renamed
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_an_adapter_is_pushed_merged(make: Callable[..., Any], model_dir: Path, tmp_path: Path) -> None:
-    args = tiny_world.config(tmp_path / "lora", "", rollout_device="cpu", max_steps=2)
-    trainer = tiny_world.ObservedTrainer(
-        str(model_dir), tiny_world.single_turn(), args, peft_config=vf.lora_defaults(4, 8)
-    )
-    with tiny_world.closing(trainer):
-        trainer.train()
+def test_an_adapter_is_pushed_merged(make: Callable[..., Any]) -> None:
+    trainer = make(tiny_world.single_turn(), peft_config=vf.lora_defaults(4, 8))
+    trainer.train()
     assert max(trainer.logged("sampling/probe_difference")) < 1e-4
 
 
