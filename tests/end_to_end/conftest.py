@@ -47,7 +47,7 @@ def new_trainer(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTra
     made: list[tiny_world.ObservedTrainer] = []
 
     def make(model: Path, env: Any, url: str, *, client: Any = None, **overrides: Any) -> tiny_world.ObservedTrainer:
-        names = ("weight_sync", "eval_dataset", "eval_env", "processing_class", "peft_config")
+        names = ("weight_sync", "eval_dataset", "eval_env", "processing_class", "peft_config", "curriculum")
         options = {name: overrides.pop(name) for name in names if name in overrides}
         output_dir = overrides.pop("output_dir", tmp_path / f"run-{len(made)}")
         args = tiny_world.config(output_dir, url, **overrides)

@@ -103,15 +103,9 @@ def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in:
     assert checkpoints(aside(tmp_path / "back")) == ["checkpoint-2"]
 
 
-def test_a_second_run_of_a_trainer_begins_at_its_first_block(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
-) -> None:
-    args = tiny_world.config(
-        tmp_path, fake.url, probe_tolerance=1e9, max_steps=3, eval_strategy="steps", eval_steps=1
-    )
-    trainer = tiny_world.ObservedTrainer(
-        str(wide_model_dir), run_curriculum.environment(), args, curriculum=run_curriculum.levels()
-    )
+def test_a_second_run_of_a_trainer_begins_at_its_first_block(trainer_in: Make, tmp_path: Path) -> None:
+    settings = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
+    trainer = trainer_in(tmp_path, run_curriculum.environment(), curriculum=run_curriculum.levels(), **settings)
     first_blocks = []
     for number in range(2):
         before = len(trainer.seen)
