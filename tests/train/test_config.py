@@ -216,7 +216,7 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"learning_rate": "1e-5"}, "learning_rate is '1e-5'; give 0 or more"),
         ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high is 0.2, below epsilon=0.3"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vLLM runs as a server here; start vf-vllm"),
-        ({"kl_estimator": "k4", "beta": 0.1}, "kl_estimator is 'k4'; choose one of k1, k2, k3"),
+        ({"kl_estimator": "k4", "beta": 0.1}, "kl_estimator is 'k4'; choose one of None, k1, k2, k3"),
         ({"kl_estimator": "k2"}, "kl_estimator is set, which has no effect without beta"),
         ({"kl_in_reward": True, "beta": 0.1, "kl_estimator": "k3"}, "in the reward k1 alone has the gradient"),
         ({"kl_in_reward": True, "beta": 0.1}, "'group' and scale_rewards='group': .* set scale_rewards='none'"),

@@ -16,7 +16,7 @@ CHOICES: dict[str, Collection[Any]] = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_estimator": (None, "k1", "k2", "k3"),
     "scale_rewards": ("group", "batch", "none", True, False),
     "advantage_estimator": ("group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     "weight_sync": ("auto", "directory", "nccl", "lora"),
@@ -163,11 +163,7 @@ def _refuse(refusals: Iterable[tuple[bool, str]]) -> None:
 def _values(args: Any) -> _Refusals:
     for name, choices in CHOICES.items():
         value = getattr(args, name)
-        is_left_out = name == "kl_estimator" and value is None
-        yield (
-            value not in choices and not is_left_out,
-            f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}.",
-        )
+        yield value not in choices, f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}."
     for name, (least, wanted) in _BOUNDS.items():
         if (value := getattr(args, name)) is not None:
             # not a number is less than nothing, and at least nothing either
