@@ -158,9 +158,3 @@ def test_a_horizon_shorter_than_the_run_is_a_warning_that_names_both(caplog: pyt
     assert [record.getMessage() for record in caplog.records] == [
         "the curriculum ends at step 4, the run at step 9: stage 'main' holds for the steps between."
     ]
-
-
-def test_a_block_that_wants_more_rows_than_there_are_is_refused_with_both_numbers() -> None:
-    curriculum = staged_curriculum_from(stages(stage(datasets=["c", "b"])))
-    with pytest.raises(ConfigError, match="takes 10 different rows of dataset 'c', which has 7"):
-        curriculum.draw(SIZES, 0, 0, 20)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifiers.data.batch_plan import make_plan
 from verifiers.data.sampler import (
     RepeatSampler,
     interleave,
@@ -22,6 +21,7 @@ from verifiers.data.sampler import (
     whole_weights,
 )
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
 
 SIZES = [(7, 2, 3, 4), (2, 3, 2, 1), (8, 1, 2, 2), (24, 3, 12, 2), (5, 4, 1, 1), (3, 2, 4, 2), (0, 2, 1, 1)]
 
@@ -53,14 +53,8 @@ def test_a_sampler_without_a_seed_can_be_repeated_from_the_seed_it_drew() -> Non
     assert list(RepeatSampler(30, 1, seed=sampler.seed)) == list(sampler)
 
 
-def test_the_sampler_visits_prompts_in_the_order_of_the_plan() -> None:
-    plan = make_plan(per_device_train_batch_size=12, num_generations=3, max_steps=5, num_prompts=22, seed=6)
-    sampler = RepeatSampler(22, 3, batch_size=plan.prompts_per_block, seed=6)
-    planned = [example_id for block in range(5) for example_id, _ in plan.requests(block)]
-    assert list(sampler) == planned
-
-
 def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="verifiers.data"):
         sampler = RepeatSampler(7, 1, batch_size=3, seed=0)
         list(sampler), list(sampler), len(sampler)

@@ -43,15 +43,16 @@ def server(model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
 
 @pytest.fixture
 def new_trainer(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Make trainers of a model against a server, each with a recording client, and close them."""
+    """Make trainers of a model against a server, each with a recording client, or with their own; close them."""
     made: list[tiny_world.ObservedTrainer] = []
 
     def make(model: Path, env: Any, url: str, *, client: Any = None, **overrides: Any) -> tiny_world.ObservedTrainer:
-        names = ("weight_sync", "eval_dataset", "eval_env", "processing_class")
+        names = ("weight_sync", "eval_dataset", "eval_env", "processing_class", "peft_config", "curriculum")
         options = {name: overrides.pop(name) for name in names if name in overrides}
         output_dir = overrides.pop("output_dir", tmp_path / f"run-{len(made)}")
         args = tiny_world.config(output_dir, url, **overrides)
-        client = client if client is not None else tiny_world.RecordingBackend(url)
+        if client is None and url:
+            client = tiny_world.RecordingBackend(url)
         made.append(tiny_world.ObservedTrainer(str(model), env, args, client=client, **options))
         return made[-1]
 

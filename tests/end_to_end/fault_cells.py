@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -168,20 +167,13 @@ MAY_BE_LEFT = {"verifiers-weight check", "verifiers-reward function", "killer"}
 LONGEST_S = 150.0
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
 class World:
     """The processes of one cell: a server, and runs that share an output directory."""
 
     def __init__(self, forks: Forks, directory: Path, model: Path, fault: str, stage: str) -> None:
         self._forks, self.directory, self._model = forks, directory, model
         self.fault, self.stage = fault, stage
-        self._port = free_port()
+        self._port = tiny_world.free_port()
         self._started: list[Forked] = []
         self.server: Any = None
         self.serve()

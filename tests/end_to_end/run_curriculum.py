@@ -1,18 +1,15 @@
-"""Runs over three stages, or levels: their environment, a server's answers, and what was trained."""
+"""Runs over three stages, or levels: their environment, and what was trained."""
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import tiny_world
 
 import verifiers as vf
 from verifiers.data.adaptive_curriculum import LevelsPolicy
 from verifiers.data.curriculum import Curriculum, staged_curriculum_from
-from verifiers.testing import Fault
 
 ROWS = 24
 """Rows of each of the datasets d0, d1 and d2."""
@@ -45,14 +42,6 @@ def three_stages(first: int, second: int) -> Curriculum:
 def levels() -> LevelsPolicy:
     """Up after nearly every block: a rollout passes when it has some vowel."""
     return LevelsPolicy(("d0", "d1", "d2"), window=2, raise_at=0.6, lower_at=0.1, passes_at=1.0, seed=5)
-
-
-def answer(body: dict[str, Any]) -> Any:
-    """Return an answer that its request alone decides, as a seeded sampler's does; some rollouts fail for good."""
-    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
-    if draw.random() < 0.05 and body["seed"] > 1000:
-        return Fault(400)
-    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(2, 8)))
 
 
 def trained(trainer: tiny_world.ObservedTrainer) -> list[tuple[int, str]]:

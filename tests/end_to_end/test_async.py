@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +14,6 @@ import torch
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.weight_sync.shared_directory import DirectorySync
-
-
-def letters(body: dict[str, Any]) -> str:
-    """Return an answer that its request alone decides."""
-    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
-    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 8)))
 
 
 def texts_of_blocks(trainer: Any) -> list[list[str]]:
@@ -44,7 +37,7 @@ class Holding:
         self.on_ask(text)
         if text in self.held:
             await asyncio.to_thread(self.let_go.wait, 120)
-        return letters(body)
+        return str(tiny_world.letters(body))
 
 
 @pytest.fixture
@@ -113,7 +106,7 @@ def test_streaming_reaches_the_weights_and_the_loss_of_whole_blocks(make_fake_tr
 
     def some_fail(body: dict[str, Any]) -> Any:
         # so that fewer rollouts count than were planned
-        return Fault(400) if body["seed"] > 1000 and body["seed"] % 5 == 0 else letters(body)
+        return Fault(400) if body["seed"] > 1000 and body["seed"] % 5 == 0 else tiny_world.letters(body)
 
     with FakeOpenAIServer(some_fail) as fake:
         for streaming in (False, True):
@@ -143,7 +136,7 @@ def test_rollouts_of_a_server_that_lags_are_dropped_and_counted_by_length(
             if version != 1:
                 super().push(named_parameters, version)
 
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         trainer = make_fake_trainer(
             tiny_world.single_turn(),
             fake.url,
@@ -181,7 +174,7 @@ def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
     make_fake_trainer: Callable[..., Any], path: str
 ) -> None:
     """The fake server's log-probs belong to no model: every sampled token is off policy."""
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         trainer = make_fake_trainer(
             tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=4, **PATHS[path]
         )

@@ -85,16 +85,6 @@ def test_a_template_that_does_not_mark_the_assistant_is_refused(shown: str) -> N
         Demonstrations.load(shown, tiny_world.make_tokenizer(), seed=0)
 
 
-def gradient(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
-    trainer.model.zero_grad()
-    tiny_world.GRPOTrainer._compute_loss(trainer, trainer.model, batch).backward()
-    return torch.cat([one.grad.flatten() for one in trainer.model.parameters()])
-
-
-def inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name not in ("step", "computed_tokens")}
-
-
 def mean_cross_entropy(trainer: Any, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
     """Return the mean over the marked tokens of rows of ids and marks, by the model's own logits."""
     losses = []
@@ -115,9 +105,11 @@ def test_the_loss_adds_the_mean_cross_entropy_of_each_kind_and_leaves_rollouts_a
     options |= {"max_steps": 1, "learning_rate": 0.0, "processing_class": tokenizer}
     trainer = make_trainer(tiny_world.Dialogue(), **options)
     trainer.train()
-    batches = [inputs(batch) for batch in trainer.seen]
+    batches = [tiny_world.loss_inputs(batch) for batch in trainer.seen]
     without = [{name: value for name, value in batch.items() if not name.startswith("ce_")} for batch in batches]
-    added = sum(gradient(trainer, batch) for batch in batches) - sum(gradient(trainer, batch) for batch in without)
+    whole, others = (
+        sum(tiny_world.loss_and_gradient(trainer, one)[1] for one in held) for held in (batches, without)
+    )
     rows = []
     for batch in batches:
         for place in range(len(batch["prompt_ids"])):
@@ -138,7 +130,7 @@ def test_the_loss_adds_the_mean_cross_entropy_of_each_kind_and_leaves_rollouts_a
     loss = mean_cross_entropy(trainer, rows)
     (0.5 * loss).backward()
     wanted = torch.cat([one.grad.flatten() for one in trainer.model.parameters()])
-    torch.testing.assert_close(added, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-4)
+    torch.testing.assert_close(whole - others, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-4)
     assert trainer.logged(f"ce/{kind}") == pytest.approx([loss.item()], rel=1e-4)
     assert trainer.logged("rows/trained") == [8.0]
     assert trainer.logged("rows/demonstrations") == ([4.0] if kind == "demonstrations" else [])

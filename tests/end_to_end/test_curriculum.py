@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,23 @@ from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.checkpoint import load_pending_blocks
 from verifiers.train.run_plan import plan_batches
 
+Make = Callable[..., tiny_world.ObservedTrainer]
+
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[FakeOpenAIServer]:
-    with FakeOpenAIServer(run_curriculum.answer) as running:
+    with FakeOpenAIServer(functools.partial(tiny_world.letters, fails=0.05, lengths=range(2, 9))) as running:
         yield running
 
 
-def trainer_for(
-    model_dir: Path, fake: FakeOpenAIServer, output_dir: Path, curriculum: Any, **overrides: Any
-) -> tiny_world.ObservedTrainer:
-    args = tiny_world.config(output_dir, fake.url, probe_tolerance=1e9, **overrides)
-    return tiny_world.ObservedTrainer(str(model_dir), run_curriculum.environment(), args, curriculum=curriculum)
+@pytest.fixture
+def trainer_for(make_fake_trainer: Make, fake: FakeOpenAIServer) -> Make:
+    """Make trainers of a curriculum with a directory of their own, or a given one."""
+
+    def make(curriculum: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
+        return make_fake_trainer(run_curriculum.environment(), fake.url, curriculum=curriculum, **overrides)
+
+    return make
 
 
 def datasets_by_step(rows: list[tuple[int, str]]) -> dict[int, set[str]]:
@@ -51,14 +57,11 @@ def assert_the_file_was_followed(rows: list[tuple[int, str]], ends: tuple[int, i
 
 
 def test_what_is_trained_at_each_optimizer_step_is_of_the_stage_that_the_file_names(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
+    trainer_for: Make,
 ) -> None:
     # stages that end inside a block of four updates hold to the end of it
     ends, begins, steps = (4, 7), (4, 8), 12
     trainer = trainer_for(
-        wide_model_dir,
-        fake,
-        tmp_path,
         run_curriculum.three_stages(*ends),
         max_steps=steps,
         gradient_accumulation_steps=2,
@@ -78,14 +81,14 @@ def test_what_is_trained_at_each_optimizer_step_is_of_the_stage_that_the_file_na
 
 
 def test_a_file_that_cannot_be_followed_is_refused_before_anything_starts(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
+    trainer_for: Make,
 ) -> None:
     with pytest.raises(ConfigError, match=r"ends at optimizer step 4, inside the block .* end it at step 6"):
-        trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.three_stages(3, 4), num_iterations=2, max_steps=8)
+        trainer_for(run_curriculum.three_stages(3, 4), num_iterations=2, max_steps=8)
     with pytest.raises(ConfigError, match="cannot name any; set dynamic_sampling=False"):
-        trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.levels(), dynamic_sampling=True)
+        trainer_for(run_curriculum.levels(), dynamic_sampling=True)
     with pytest.raises(ConfigError, match=r"a block takes 32 different rows of level 'd0', which has 24"):
-        trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.levels(), steps_per_generation=32)
+        trainer_for(run_curriculum.levels(), steps_per_generation=32)
 
 
 def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_path: Path) -> None:
@@ -112,12 +115,12 @@ def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("adaptive", "ahead"), [(False, 2), (True, 1)], ids=["stages", "levels"])
 def test_a_run_resumed_inside_its_second_stage_trains_on_the_same_prompts(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path, adaptive: bool, ahead: int
+    trainer_for: Make, tmp_path: Path, adaptive: bool, ahead: int
 ) -> None:
     def train(name: str, max_steps: int, resume: bool = False) -> tiny_world.ObservedTrainer:
         curriculum = run_curriculum.levels() if adaptive else run_curriculum.three_stages(4, 9)
         options = {"num_batches_ahead": ahead, "save_strategy": "steps", "save_steps": 6}
-        trainer = trainer_for(wide_model_dir, fake, tmp_path / name, curriculum, max_steps=max_steps, **options)
+        trainer = trainer_for(curriculum, output_dir=tmp_path / name, max_steps=max_steps, **options)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -132,12 +135,10 @@ def test_a_run_resumed_inside_its_second_stage_trains_on_the_same_prompts(
         assert_the_file_was_followed(first + second, (4, 9), 12)
 
 
-def test_a_checkpoint_of_another_curriculum_is_refused_by_what_differs(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_curriculum_is_refused_by_what_differs(trainer_for: Make, tmp_path: Path) -> None:
     def trainer(first: int, second: int, **overrides: Any) -> tiny_world.ObservedTrainer:
         options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "num_batches_ahead": 1, **overrides}
-        return trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.three_stages(first, second), **options)
+        return trainer_for(run_curriculum.three_stages(first, second), output_dir=tmp_path, **options)
 
     first = trainer(2, 6, max_steps=6)
     first.train()
@@ -152,9 +153,9 @@ def test_a_checkpoint_of_another_curriculum_is_refused_by_what_differs(
 
 
 def test_the_line_a_person_reads_and_the_table_name_the_stage(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainer_for: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.three_stages(1, 2), max_steps=3).train()
+    trainer_for(run_curriculum.three_stages(1, 2), max_steps=3).train()
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("stage main        steps 1 to 1: d0 0.25 of prompts, 24 rows; d1") for line in lines)
     steps = [line.split("  ")[:2] for line in lines if line.startswith("step ")]

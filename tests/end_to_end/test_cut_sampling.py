@@ -23,7 +23,7 @@ def test_ratios_are_1_on_policy_over_the_tokens_that_were_kept_and_biased_over_a
         ratios = trainer.logged(f"sampling/importance_sampling_ratio/{name}")
         assert ratios == pytest.approx([1.0] * 2, abs=1e-3)
     assert min(trainer.logged("entropy")) > 0
-    batch = {name: value for name, value in trainer.seen[-1].items() if name not in ("step", "computed_tokens")}
+    batch = tiny_world.loss_inputs(trainer.seen[-1])
     sampled = batch["loss_mask"].bool()
     is_cut = batch["kept_counts"] > 0
     assert is_cut[sampled].any()

@@ -244,7 +244,7 @@ def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
 ENVIRONMENT = """
 import verifiers as vf
 
-def load_environment(letter, num_eval=0):
+def load_environment(letter="a", num_eval=0):
     def has(completion, **kwargs):
         return float(letter in completion[-1]["content"])
 
@@ -252,43 +252,14 @@ def load_environment(letter, num_eval=0):
     return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows[:num_eval] or None, rubric=vf.Rubric(funcs=[has]))
 """
 
-RUN = """
-[environment]
-id = "letters"
-args = {{ letter = "a" }}
-
+EVAL_SETS = """
 [eval_environments.vowel]
 id = "letters"
-args = {{ letter = "e", num_eval = 3 }}
+args = { letter = "e", num_eval = 3 }
 
 [eval_environments.consonant]
 id = "letters"
-args = {{ letter = "t", num_eval = 2 }}
-
-[model]
-path = "{model}"
-
-[server]
-url = "{url}"
-
-[trainer]
-output_dir = "run"
-max_steps = 2
-per_device_train_batch_size = 4
-num_generations = 4
-max_completion_length = 8
-eval_strategy = "steps"
-eval_steps = 1
-eval_max_concurrent = 2
-eval_temperature = 0.9
-num_generations_eval = 2
-save_strategy = "steps"
-save_steps = 1
-save_total_limit = 1
-load_best_model_at_end = true
-metric_for_best_model = "vowel_reward"
-bf16 = false
-use_cpu = true
+args = { letter = "t", num_eval = 2 }
 """
 
 
@@ -300,7 +271,10 @@ def test_a_run_file_says_what_is_evaluated_and_the_command_what_came_of_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "letters.py").write_text(ENVIRONMENT)
-    (tmp_path / "run.toml").write_text(RUN.format(model=model_dir, url=server.url))
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "eval_temperature": 0.9, "num_generations_eval": 2}
+    saving = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "vowel_reward", "output_dir": "run", "server_url": server.url}
+    tiny_world.write_run(tmp_path, model_dir, EVAL_SETS, env="letters", **evaluating, **saving, **best)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,6 @@ import verifiers as vf
 from verifiers.reports.training_run import training_data
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
-
-
-def letters(body: dict[str, Any]) -> str:
-    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
-    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 8)))
 
 
 def reasons(directory: Path) -> dict[str, int]:
@@ -40,7 +34,7 @@ def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
     make_fake_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     env = tiny_world.single_turn(count=40, reward=of_every_third_prompt)
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         options = {"dynamic_sampling": True, "dynamic_sampling_max_groups": 30, "max_steps": 3, "beta": 0.01}
         trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, streaming=True, **options)
         trainer.train()
@@ -80,7 +74,7 @@ def test_a_group_with_a_failure_is_dropped_whole_or_its_rollout_run_again_where_
             return await super().rollout(*args, **kwargs)
 
     env = FailsOnce(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, max_steps=1, num_iterations=1, **settings)
         trainer.train()
     assert reasons(tmp_path) == lost
@@ -101,7 +95,7 @@ def test_an_environments_own_advantages_reach_the_loss(
             return completion, state
 
     env = Judges(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         options = {
             "vllm_importance_sampling_correction": False,
             "loss_type": "dapo",
@@ -125,7 +119,7 @@ def test_each_environment_of_a_mixture_has_metrics_of_its_own(make_fake_trainer:
         for reward in (tiny_world.vowels, lambda completion: 3.0)
     ]
     env = vf.EnvGroup(envs=members, env_names=["vowels", "threes"])
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         trainer = make_fake_trainer(env, fake.url, max_steps=4, per_device_train_batch_size=8)
         trainer.train()
     assert set(trainer.logged("tasks/threes/reward")) == {3.0}
@@ -137,7 +131,7 @@ def test_each_environment_of_a_mixture_has_metrics_of_its_own(make_fake_trainer:
 
 def test_what_the_run_ends_before_is_recorded_too(make_fake_trainer: Callable[..., Any], tmp_path: Path) -> None:
     """The last block has two updates, and the run one."""
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         options = {"max_steps": 3, "steps_per_generation": 4, "streaming": True}
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, output_dir=tmp_path, **options)
         trainer.train()
@@ -158,7 +152,7 @@ def test_a_run_that_learns_nothing_is_told_in_log_end_and_report(
     cause: str,
 ) -> None:
     env = tiny_world.single_turn(count=40, reward=lambda completion: reward)
-    with FakeOpenAIServer(letters) as fake:
+    with FakeOpenAIServer(tiny_world.letters) as fake:
         options = {"max_steps": 4, "skip_zero_advantage_rows": True}
         make_fake_trainer(env, fake.url, output_dir=tmp_path, **options).train()
     told = [record.message for record in caplog.records if "learns nothing" in record.message]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,11 @@ from verifiers.train.loss import logprobs
 
 
 @pytest.fixture
-def make(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Make trainers that hold their own server, and close them."""
-    made: list[tiny_world.ObservedTrainer] = []
-
-    def trainer(env: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
-        args = tiny_world.config(tmp_path / f"run-{len(made)}", "", **{"rollout_device": "cpu", **overrides})
-        made.append(tiny_world.ObservedTrainer(str(model_dir), env, args))
-        return made[-1]
-
-    yield trainer
-    for one in made:
-        one.close()
+def make(
+    new_trainer: Callable[..., tiny_world.ObservedTrainer], model_dir: Path
+) -> Callable[..., tiny_world.ObservedTrainer]:
+    """Make trainers that hold their own server."""
+    return lambda env, **options: new_trainer(model_dir, env, "", rollout_device="cpu", **options)
 
 
 def test_training_needs_no_other_server_and_stays_on_policy(make: Callable[..., Any]) -> None:
@@ -37,10 +30,7 @@ def test_training_needs_no_other_server_and_stays_on_policy(make: Callable[..., 
     before = tiny_world.weights(trainer)
     trainer.train()
     assert any(not torch.equal(before[name], now) for name, now in tiny_world.weights(trainer).items())
-    for batch in trainer.seen:
-        trained = (batch["completion_mask"] * batch["loss_mask"]).bool()
-        gap = (batch["current_logps"] - batch["sampler_logps"]).abs()[trained]
-        assert gap.max() < 1e-4
+    assert trainer.largest_difference() < 1e-4
     assert max(trainer.logged("sampling/probe_difference")) < 1e-4
 
 
@@ -48,21 +38,11 @@ def test_a_run_file_that_names_no_server_trains_in_one_process(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("vowels.py").write_text(
-        "import verifiers as vf\n\n\n"
-        "def load_environment():\n"
-        "    rubric = vf.Rubric(funcs=[lambda completion: sum(c in 'aeiou' for c in completion[-1]['content'])])\n"
-        "    return vf.SingleTurnEnv(dataset=[{'question': c, 'answer': c} for c in 'abcd'], rubric=rubric)\n"
-    )
-    Path("run.toml").write_text(
-        f"environment.id = 'vowels'\nmodel.path = '{model_dir}'\n[trainer]\nper_device_train_batch_size = 4\n"
-        "num_generations = 4\nmax_completion_length = 8\nmax_steps = 2\nlogging_steps = 1\n"
-    )
-    assert train.main(["run.toml"]) == 0
-    run = read_run(Path("outputs/vowels"))
+    assert train.main([str(tiny_world.write_run(tmp_path, model_dir))]) == 0
+    run = read_run(Path("outputs/letters_env"))
     assert run["status"] == "finished"
     assert (run["settings"]["rollout_device"], run["settings"]["num_batches_ahead"]) == ("cpu", 0)
-    assert Path("outputs/vowels/model.safetensors").exists()
+    assert Path("outputs/letters_env/model.safetensors").exists()
 
 
 def test_the_in_process_copy_follows_pushes_and_nothing_else(make: Callable[..., Any]) -> None:
@@ -121,13 +101,9 @@ def test_old_log_probs_on_the_copy_are_the_trainers_own(
 
 # peft 0.21 reads a property that transformers 5.23 has renamed
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_an_adapter_is_pushed_merged(make: Callable[..., Any], model_dir: Path, tmp_path: Path) -> None:
-    args = tiny_world.config(tmp_path / "lora", "", rollout_device="cpu", max_steps=2)
-    trainer = tiny_world.ObservedTrainer(
-        str(model_dir), tiny_world.single_turn(), args, peft_config=vf.lora_defaults(4, 8)
-    )
-    with tiny_world.closing(trainer):
-        trainer.train()
+def test_an_adapter_is_pushed_merged(make: Callable[..., Any]) -> None:
+    trainer = make(tiny_world.single_turn(), peft_config=vf.lora_defaults(4, 8))
+    trainer.train()
     assert max(trainer.logged("sampling/probe_difference")) < 1e-4
 
 
@@ -135,7 +111,7 @@ def test_an_adapter_is_pushed_merged(make: Callable[..., Any], model_dir: Path, 
     ("settings", "message"),
     [
         ({"rollout_device": "cpu", "rollout_cuda_graphs": True}, "rollout_cuda_graphs needs a GPU as rollout_device"),
-        ({"old_logprobs_on_rollout_device": True}, "needs rollout_device"),
+        ({"old_logprobs_on_rollout_device": True}, "has no effect without rollout_device"),
         (
             {"rollout_device": "cpu", "old_logprobs_on_rollout_device": True, "cast_lm_head_to_fp32": True},
             "cast_lm_head_to_fp32 do not go together",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded_world
+import tiny_world
 from transformers import AutoModelForCausalLM
 
 from verifiers.cli.launch import rendered
@@ -21,43 +22,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "accelerate" / "ddp.yaml"
 
-ENVIRONMENT = """
-import verifiers as vf
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
-
-def letters(completion, **kwargs):
-    return float(sum(message["content"].count("e") for message in completion)) + 0.01 * len(str(completion))
-
-
-def load_environment():
-    rows = [{"question": f"abc {number}", "answer": "e"} for number in range(8)]
-    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[letters]))
-"""
-
-RUN_FILE = """
-[environment]
-id = "letters_env"
-
-[model]
-path = "{model}"
-
+SERVER = """
 [server]
 launch = "embedded"
 args = ["--threads", "1"]
-
-[trainer]
-output_dir = "{directory}/out"
-max_steps = 2
-num_generations = 4
-per_device_train_batch_size = 2
-gradient_accumulation_steps = 2
-max_completion_length = 8
 """
 
 CLUSTER = """
-weight_sync = "directory"
-weight_sync_dir = "{directory}"
-
 [cluster]
 trainer_nodes = 2
 server_nodes = 1
@@ -107,12 +80,6 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
-
-
 @pytest.mark.ray
 def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
@@ -121,11 +88,11 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
-    run_file, script = tmp_path / "run.toml", tmp_path / "run.sbatch"
-    ports = {"server_port": free_port(), "main_port": free_port(), "ray_port": free_port()}
-    text = RUN_FILE + CLUSTER
-    run_file.write_text(text.format(model=model_dir, directory=tmp_path, config=CONFIG, **ports))
+    ports = {name: tiny_world.free_port() for name in ("server_port", "main_port", "ray_port")}
+    settings = {**SETTINGS, "output_dir": str(tmp_path / "out")}
+    settings |= {"weight_sync": "directory", "weight_sync_dir": str(tmp_path)}
+    tables = SERVER + CLUSTER.format(config=CONFIG, **ports)
+    run_file, script = tiny_world.write_run(tmp_path, model_dir, tables, **settings), tmp_path / "run.sbatch"
     script.write_text(rendered(str(run_file), "slurm"))
     installed = Path(sys.executable).parent
     # the tests' own cluster has settings of its own, which are not this script's
@@ -160,28 +127,17 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
 
 
 def test_the_documented_command_trains_on_two_processes_and_speaks_once(model_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path))
+    run_file = tiny_world.write_run(tmp_path, model_dir, SERVER, output_dir=str(tmp_path / "out"), **SETTINGS)
     documented = re.search(
         r"^    OMP_NUM_THREADS=1 torchrun (--nproc_per_node 2 -m verifiers.cli.train) run.toml$",
         (ROOT / "docs" / "training.md").read_text(),
         re.M,
     )
     assert documented is not None
-    any_port = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *any_port, *documented[1].split(), str(run_file)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = sharded_world.torchrun([*documented[1].split(), str(run_file)], timeout_s=110)
     for line in ("batch plan", "saved to", "step 2/2"):
-        assert done.stdout.count(line) == 1, done.stdout
-    assert "devices           2" in done.stdout
+        assert printed.count(line) == 1, printed
+    assert "devices           2" in printed
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

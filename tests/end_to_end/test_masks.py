@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import tiny_world
 import torch
+from tiny_world import loss_and_gradient, loss_inputs
 from torch import Tensor
-
-from verifiers.train.loss.policy_loss import LOSS_TYPES
-
-Batch = dict[str, Any]
-
-NOT_OF_THE_LOSS = ("step", "computed_tokens", "current_logps")
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +29,7 @@ def trainer(
         yield trainer
 
 
-def loss_inputs(batch: Batch) -> Batch:
-    return {name: value.clone() for name, value in batch.items() if name not in NOT_OF_THE_LOSS}
-
-
-def loss_and_gradient(trainer: Any, inputs: Batch) -> tuple[float, Tensor]:
-    trainer.model.zero_grad()
-    loss = tiny_world.GRPOTrainer._compute_loss(trainer, trainer.model, dict(inputs))
-    loss.backward()
-    return float(loss.detach()), torch.cat(
-        [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
-    )
-
-
-def environment_tokens(batch: Batch) -> Tensor:
+def environment_tokens(batch: dict[str, Any]) -> Tensor:
     return batch["completion_mask"].bool() & ~batch["loss_mask"].bool()
 
 
@@ -77,16 +59,8 @@ def test_the_policy_sees_what_the_environment_said(trainer: Any) -> None:
         assert difference[row, place + 1 :][sampled[row, place + 1 :]].max() > 1e-3
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(
-    trainer: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer.args, "loss_type", loss_type)
+def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(trainer: Any) -> None:
     batch = loss_inputs(trainer.seen[0])
-    if loss_type == "cispo":
-        monkeypatch.setattr(trainer.args, "epsilon_high", 5.0)
-    if loss_type == "luspo":
-        monkeypatch.setattr(trainer.args, "importance_sampling_level", "sequence")
     loss, gradient = loss_and_gradient(trainer, batch)
     assert gradient.abs().max() > 0
     said = environment_tokens(batch)
@@ -99,29 +73,7 @@ def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(
         other = loss_and_gradient(trainer, changed)
         assert other[0] == same[0]
         assert torch.equal(other[1], same[1])
-        assert same[0] == pytest.approx(loss, abs=1e-5)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_the_policys_own_log_prob_of_an_environment_token_carries_no_loss(
-    trainer: Any, beta: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer.args, "beta", beta)
-    batch = loss_inputs(trainer.seen[0])
-    if beta:
-        batch["reference_logps"] = batch["sampler_logps"] - 0.1
-    said = environment_tokens(batch)
-    score = trainer.logprobs.score
-    loss, gradient = loss_and_gradient(trainer, batch)
-
-    def shifted(*args: Any, **kwargs: Any) -> Any:
-        found = score(*args, **kwargs)
-        return found._replace(logps_RC=torch.where(said, found.logps_RC * 3.0 - 1.0, found.logps_RC))
-
-    monkeypatch.setattr(trainer.logprobs, "score", shifted)
-    shifted_loss, shifted_gradient = loss_and_gradient(trainer, batch)
-    assert shifted_loss == pytest.approx(loss, abs=1e-7)
-    assert torch.allclose(shifted_gradient, gradient, atol=1e-7)
+        torch.testing.assert_close(same[0], loss, atol=1e-5, rtol=0)
 
 
 def test_padding_changes_no_log_prob(trainer: Any) -> None:

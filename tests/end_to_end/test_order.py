@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,22 +11,15 @@ import pytest
 import tiny_world
 import torch
 
-from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.testing import FakeOpenAIServer
 
 CLOCKS = ("time/", "_s", "step_time", "runtime", "per_second", "overlap", "busy", "in_flight", "queued")
 CLOCKS += ("memory/", "server/")
 
 
-def answer(body: dict[str, Any]) -> Any:
-    """Return an answer that its request alone decides, as a seeded sampler's does; some rollouts fail for good."""
-    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
-    if draw.random() < 0.1 and body["seed"] > 1000:
-        return Fault(400)
-    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 8)))
-
-
 def run(make_fake_trainer: Callable[..., Any], env: Any, latency_seed: int, **overrides: Any) -> Any:
     latency = random.Random(latency_seed)
+    answer = functools.partial(tiny_world.letters, fails=0.1)
     with FakeOpenAIServer(answer, latency_s=lambda _: latency.random() * 0.05) as fake:
         trainer = make_fake_trainer(env, fake.url, **{"max_steps": 4, **overrides})
         trainer.train()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -91,38 +90,17 @@ def test_an_adapter_that_cannot_be_merged_is_one_sentence(model_dir: Path, tmp_p
         run(str(model_dir), tmp_path, peft_config=lora(lora_bias=True))
 
 
-RUN = """
-[environment]
-id = "adapted_env"
-[model]
-path = {model}
-[trainer]
-output_dir = {output}
-max_steps = 1
-per_device_train_batch_size = 4
-num_generations = 4
-max_completion_length = 4
-use_cpu = true
-bf16 = false
-"""
-
-
 @pytest.mark.slow
 def test_what_a_lora_table_saves_is_trained_further_under_its_name(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("adapted_env.py").write_text(
-        "import verifiers as vf\n\ndef load_environment():\n"
-        "    rows = [{'question': str(n), 'answer': ''} for n in range(8)]\n"
-        "    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))\n"
-    )
-    for name, model, more in (
+    for name, model, tables in (
         ("first", str(model_dir), "[lora]\nr = 2\n"),
         ("further", "first", ""),
         ("both", "first", "[lora]\nr = 2\n"),
     ):
-        Path(f"{name}.toml").write_text(RUN.format(model=json.dumps(model), output=json.dumps(name)) + more)
+        tiny_world.write_run(tmp_path, model, tables, file=f"{name}.toml", output_dir=name, max_steps=1)
     assert train.main(["first.toml"]) == 0
     assert train.main(["further.toml"]) == 0
     assert get_model("further").peft_config["default"].base_model_name_or_path == str(model_dir)

@@ -44,30 +44,14 @@ class AsksItself(vf.SingleTurnEnv):
         return [{"role": "assistant", "content": answer.choices[0].message.content}], {}
 
 
-BIASED_CALLS = {
-    "top_p": (
-        {"top_p": 0.5},
-        r"a call of the environment samples with top_p=0\.5, .*leave top_p out, or ask client\.untrai",
-    ),
-    "temperature": (
-        {"temperature": 0.3},
-        r"samples at temperature=0\.3, and the trainer scores it at temperature=0\.6",
-    ),
-    "forgotten": (
-        {"temperature": None},
-        r"leaves temperature out, and the trainer scores it at .*pass on the sampling",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BIASED_CALLS)
 def test_a_trained_call_with_sampling_that_the_trainer_does_not_assume_ends_the_run(
-    make_fake_trainer: Callable[..., Any], name: str
+    make_fake_trainer: Callable[..., Any],
 ) -> None:
-    arguments, message = BIASED_CALLS[name]
     with FakeOpenAIServer("ok") as fake:
-        trainer = make_fake_trainer(AsksItself(arguments), fake.url, temperature=0.6)
-        with pytest.raises(ConfigError, match=message) as raised:
+        trainer = make_fake_trainer(AsksItself({"temperature": 0.3}), fake.url, temperature=0.6)
+        with pytest.raises(
+            ConfigError, match=r"samples at temperature=0\.3, and the trainer scores it at temperature=0\.6"
+        ) as raised:
             trainer.train()
     assert is_one_sentence(str(raised.value))
     assert trainer.seen == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,9 +26,7 @@ class Process:
     """The embedded server as a process on one port."""
 
     def __init__(self, model: Path, port_file: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = tiny_world.free_port()
         self._command = [sys.executable, "-m", "verifiers_embedded", "--model", str(model), "--threads", "1"]
         self._command += ["--port", str(self.port), "--port-file", str(port_file)]
         self._port_file = port_file

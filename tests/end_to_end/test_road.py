@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny_world
-from forks import Forks
 
 from verifiers.data.sampler import RepeatSampler
 from verifiers.envs import environment
@@ -21,65 +16,42 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.train.batching import training_block
 from verifiers.train.batching.rollout_session import RolloutPrefetcher
 
-ROAD = [
-    "RepeatSampler",
-    "BatchRequest",
-    "AsyncBatchGenerator.submit_batch",
-    "Environment.run_rollouts",
-    "Rubric.score_group",
-    "AsyncBatchGenerator.get_batch",
-    "advantages",
-    "shuffle_tensor_dict",
-    "split_tensor_dict",
-    "GRPOTrainer._compute_loss",
+ROAD: list[tuple[Any, str, str]] = [
+    (RepeatSampler, "__init__", "RepeatSampler"),
+    (BatchRequest, "__init__", "BatchRequest"),
+    (AsyncBatchGenerator, "submit_batch", "AsyncBatchGenerator.submit_batch"),
+    (tiny_world.vf.Environment, "run_rollouts", "Environment.run_rollouts"),
+    (Rubric, "score_group", "Rubric.score_group"),
+    (AsyncBatchGenerator, "get_batch", "AsyncBatchGenerator.get_batch"),
+    (training_block, "rollout_advantages", "advantages"),
+    (training_block, "shuffle_tensor_dict", "shuffle_tensor_dict"),
+    (training_block, "split_tensor_dict", "split_tensor_dict"),
+    (tiny_world.GRPOTrainer, "_compute_loss", "GRPOTrainer._compute_loss"),
 ]
+"""Each step, as an attribute of its owner and under its name in the documentation."""
 
 
-@contextmanager
-def recorded_road() -> Iterator[list[str]]:
-    """Return the first call of each step of the road, in order; get_batch counts when it returns."""
+def test_a_training_block_goes_the_road_in_order(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
-    lock = threading.Lock()
 
-    def note(name: str) -> None:
-        with lock:
-            if name not in seen:
-                seen.append(name)
-
-    def noting(name: str, function: Callable[..., Any], *, returns: bool = False) -> Callable[..., Any]:
+    def noting(name: str, function: Callable[..., Any], *, returns: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not returns:
-                note(name)
+                seen.append(name)
             result = function(*args, **kwargs)
-            note(name)
+            seen.append(name)
             return result
 
         return call
 
-    steps: list[tuple[Any, str, str]] = [
-        (RepeatSampler, "__init__", "RepeatSampler"),
-        (BatchRequest, "__init__", "BatchRequest"),
-        (AsyncBatchGenerator, "submit_batch", "AsyncBatchGenerator.submit_batch"),
-        (tiny_world.vf.Environment, "run_rollouts", "Environment.run_rollouts"),
-        (Rubric, "score_group", "Rubric.score_group"),
-        (AsyncBatchGenerator, "get_batch", "AsyncBatchGenerator.get_batch"),
-        (training_block, "rollout_advantages", "advantages"),
-        (training_block, "shuffle_tensor_dict", "shuffle_tensor_dict"),
-        (training_block, "split_tensor_dict", "split_tensor_dict"),
-        (tiny_world.GRPOTrainer, "_compute_loss", "GRPOTrainer._compute_loss"),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, attribute, name in steps:
-            function = getattr(owner, attribute)
-            patch.setattr(owner, attribute, noting(name, function, returns=attribute == "get_batch"))
-        yield seen
-
-
-def test_a_training_block_goes_the_road_in_order(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=1)
-    with recorded_road() as seen:
-        trainer.train()
-    assert seen == ROAD
+    for owner, attribute, name in ROAD:
+        # it waits, so it counts when it returns
+        step = noting(name, getattr(owner, attribute), returns=attribute == "get_batch")
+        monkeypatch.setattr(owner, attribute, step)
+    make_trainer(tiny_world.single_turn(), max_steps=1).train()
+    assert list(dict.fromkeys(seen)) == [name for _, _, name in ROAD]
 
 
 def test_one_request_goes_unchanged_from_the_plan_to_its_rollout(
@@ -103,26 +75,3 @@ def test_one_request_goes_unchanged_from_the_plan_to_its_rollout(
     make_trainer(tiny_world.single_turn(), max_steps=1).train()
     assert len(played) >= 4
     assert {id(request) for request in played} == {id(request) for request in planned}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_rank_0_goes_the_road_for_two_ranks(
-    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
-) -> None:
-    given = {"model": str(model_dir), "url": server.url, "output_dir": str(tmp_path)}
-    given["settings"] = {"max_steps": 1, "per_device_train_batch_size": 2}
-    log = tmp_path / "log"
-    assert forks.run("test_road:train", given, log, ranks=2) == 0, log.read_text()
-    roads = [json.loads((tmp_path / f"road-{rank}.json").read_text()) for rank in range(2)]
-    # the other rank gets its rows, and computes their loss
-    assert roads == [ROAD, ROAD[-1:]]
-
-
-def train(given: dict[str, Any]) -> None:
-    """Train, and write down the road of this rank."""
-    args = tiny_world.config(Path(given["output_dir"]), given["url"], **given["settings"])
-    with recorded_road() as seen:
-        trainer = tiny_world.GRPOTrainer(given["model"], tiny_world.single_turn(), args)
-        trainer.train()
-    (Path(given["output_dir"]) / f"road-{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))

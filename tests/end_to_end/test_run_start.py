@@ -103,15 +103,9 @@ def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in:
     assert checkpoints(aside(tmp_path / "back")) == ["checkpoint-2"]
 
 
-def test_a_second_run_of_a_trainer_begins_at_its_first_block(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
-) -> None:
-    args = tiny_world.config(
-        tmp_path, fake.url, probe_tolerance=1e9, max_steps=3, eval_strategy="steps", eval_steps=1
-    )
-    trainer = tiny_world.ObservedTrainer(
-        str(wide_model_dir), run_curriculum.environment(), args, curriculum=run_curriculum.levels()
-    )
+def test_a_second_run_of_a_trainer_begins_at_its_first_block(trainer_in: Make, tmp_path: Path) -> None:
+    settings = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
+    trainer = trainer_in(tmp_path, run_curriculum.environment(), curriculum=run_curriculum.levels(), **settings)
     first_blocks = []
     for number in range(2):
         before = len(trainer.seen)
@@ -146,36 +140,6 @@ def test_a_rank_that_does_not_see_the_checkpoint_says_what_is_needed(tmp_path: P
         visible_checkpoint(checkpoint, 1, tmp_path / "host-1")
 
 
-ENVIRONMENT = """
-import tiny_world
-
-
-def load_environment():
-    return tiny_world.single_turn()
-"""
-
-RUN_FILE = """
-[environment]
-id = "tiny_env"
-
-[model]
-path = "{model}"
-
-[server]
-url = "{url}"
-
-[trainer]
-output_dir = "{output}"
-max_steps = 12
-save_strategy = "steps"
-save_steps = 2
-num_generations = 4
-per_device_train_batch_size = 8
-max_completion_length = 8
-use_cpu = true
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_same_command_after_a_kill_continues_and_after_the_end_says_that_it_is_done(
@@ -183,13 +147,11 @@ def test_the_same_command_after_a_kill_continues_and_after_the_end_says_that_it_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "out"
-    Path("tiny_env.py").write_text(ENVIRONMENT)
     command = [sys.executable, "-m", "verifiers.cli.train", "run.toml"]
-    told = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    settings = {"output_dir": str(output), "max_steps": 12, "save_strategy": "steps", "save_steps": 2}
     with tiny_world.EmbeddedServer(model_dir) as server:
-        text = RUN_FILE.format(model=model_dir, url=server.url, output=output)
-        Path("run.toml").write_text(text)
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=told) as first:
+        tiny_world.write_run(tmp_path, model_dir, server_url=server.url, **settings)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
             while newest_complete(output) is None:
                 assert first.poll() is None
                 time.sleep(0.01)

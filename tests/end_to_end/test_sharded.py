@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,11 @@ def given(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) ->
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., list[Results]]:
+def launch() -> Callable[..., list[Results]]:
     """Run trainings one after another on two ranks; return the ranks' results of each."""
 
-    def run(runs: list[dict[str, Any]], python: str = sharded_world.PYTHON) -> list[Results]:
-        logs = tmp_path / "logs"
-        ranks = sharded_world.start_ranks([python, str(SCRIPT), json.dumps(runs)], 2, logs)
-        codes = sharded_world.wait_for(ranks, 170)
-        assert codes == [0, 0], sharded_world.printed(logs, 2)[-6000:]
+    def run(runs: list[dict[str, Any]], python: str = sys.executable) -> list[Results]:
+        sharded_world.torchrun([str(SCRIPT), json.dumps(runs)], timeout_s=170, python=python)
         return [[torch.load(Path(one["output_dir"]) / f"final-{rank}.pt") for rank in range(2)] for one in runs]
 
     return run

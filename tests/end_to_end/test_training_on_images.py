@@ -183,7 +183,7 @@ def test_a_processor_that_counts_otherwise_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"train_vision_tower": True, "max_images": 0}, "set max_images"),
+        ({"train_vision_tower": True, "max_images": 0}, "has no effect without max_images"),
         ({"env_ce_coef": 0.1}, "env_ce_coef=0.1 would train the policy to write what stands for images"),
         ({"teacher_url": "http://127.0.0.1:1/v1"}, "a teacher is asked by token ids"),
         (

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
+import random
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +31,7 @@ from verifiers_embedded.in_process_server import InProcessServer
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.testing import Fault
 from verifiers.train.batching.micro_batches import computed_tokens
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.config import GRPOConfig
@@ -104,6 +108,15 @@ def vowels(completion: Any, **kwargs: Any) -> float:
     return sum(_said(completion).count(letter) for letter in "aeiou") + 0.01 * len(_said(completion))
 
 
+def letters(body: Mapping[str, Any], *, fails: float = 0.0, lengths: Sequence[int] = range(1, 9)) -> Any:
+    """Answer as a seeded sampler does, by the request alone; a share of the rollouts fails for good."""
+    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
+    # a probe's seed is lower
+    if fails and draw.random() < fails and body["seed"] > 1000:
+        return Fault(400)
+    return "".join(draw.choice("abcdefgh ") for _ in range(draw.choice(lengths)))
+
+
 def single_turn(count: int = 16, reward: Any = vowels, **options: Any) -> vf.SingleTurnEnv:
     """One answer to prompts of unequal length."""
     return vf.SingleTurnEnv(dataset=rows(count), eval_dataset=rows(4), rubric=vf.Rubric(funcs=[reward]), **options)
@@ -128,7 +141,47 @@ class Rewriting(Dialogue):
         return await super().get_model_response(client, model, prompt, *args, **kwargs)
 
 
+# -- a run file ---------------------------------------------------------------------------------------------------
+
+ENVIRONMENT = """
+import verifiers as vf
+
+
+def letters(completion, **kwargs):
+    return float(sum(message["content"].count("e") for message in completion)) + 0.01 * len(str(completion))
+
+
+def load_environment():
+    rows = [{"question": f"abc {number}", "answer": "e"} for number in range(8)]
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[letters]))
+"""
+
+
+def write_run(
+    directory: Path, model: Path | str, tables: str = "", *, file: str = "run.toml", env: str = "", **trainer: Any
+) -> Path:
+    """Write a run file of two steps.
+
+    Args:
+        directory: gets `letters_env.py` too, which is trained on where `env` names no other module.
+        tables: what follows `[trainer]`, as TOML.
+        trainer: settings in place of those here, or beside them.
+    """
+    (directory / "letters_env.py").write_text(ENVIRONMENT)
+    sizes = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8}
+    settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**sizes, **trainer}.items())
+    ids = f"environment.id = {json.dumps(env or 'letters_env')}\nmodel.path = {json.dumps(str(model))}\n"
+    path = directory / file
+    path.write_text(f"{ids}[trainer]\n{settings}{tables}")
+    return path
+
+
 # -- a server in this process, over real HTTP --------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
 
 
 class EmbeddedServer(InProcessServer):
@@ -244,11 +297,15 @@ class ObservedTrainer(GRPOTrainer):
 
 
 class Witness(TrainerCallback):
-    """Keeps what was pushed and what was trained, and compares them token by token."""
+    """Keeps what was pushed and what was trained, and compares them token by token.
+
+    Attributes:
+        rows: the rows of the block in training, with the optimizer steps before, at each step.
+    """
 
     def __init__(self, trainer: ObservedTrainer) -> None:
         self._held: dict[int, dict[str, torch.Tensor]] = {}
-        self._rows: list[Any] = []
+        self.rows: list[tuple[int, Any]] = []
         self._trainer, self._push = trainer, trainer.weight_sync.push
         trainer.weight_sync.push = self._pushed  # type: ignore[method-assign]
         trainer.add_callback(self)
@@ -259,12 +316,12 @@ class Witness(TrainerCallback):
         self._push(tensors.items(), version)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._rows += [row for rollout in self._trainer.last_block for row in rollout.rows]
+        self.rows += [(state.global_step - 1, row) for rollout in self._trainer.last_block for row in rollout.rows]
 
     def check(self, model: Path, *, tolerance: float) -> int:
         """Compare every trained token with the log-prob of its stamped weights; gives how many there were."""
         tokens = 0
-        for row in self._rows:
+        for _, row in self.rows:
             ids = row.prompt_ids + row.completion_ids
             for version in set(row.versions) - {-1}:
                 plain = plain_log_probs(self._held[version], model, ids, 1.0)[len(row.prompt_ids) - 1 :]
@@ -272,6 +329,21 @@ class Witness(TrainerCallback):
                 assert max(abs(row.logprobs[place] - plain[place]) for place in places) <= tolerance
                 tokens += len(places)
         return tokens
+
+
+def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of an observed micro-batch without what was noted beside it."""
+    noted = ("step", "computed_tokens", "current_logps")
+    return {name: copy.deepcopy(value) for name, value in batch.items() if name not in noted}
+
+
+def loss_and_gradient(trainer: GRPOTrainer, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of a micro-batch, and its gradient in all parameters that have one."""
+    trainer.model.zero_grad()
+    loss = GRPOTrainer._compute_loss(trainer, trainer.model, dict(inputs))
+    loss.backward()
+    gradients = [one.grad.flatten() for one in trainer.model.parameters() if one.grad is not None]
+    return loss.detach(), torch.cat(gradients)
 
 
 def sequence(batch: Mapping[str, torch.Tensor], place: int) -> tuple[list[int], list[int], list[int], list[float]]:

@@ -95,15 +95,6 @@ def test_trained_weights_of_16_bits_are_warned_of_and_frozen_ones_are_not(caplog
     assert "bfloat16: a step of less than 1/512 of a weight is rounded away" in said
 
 
-def test_replacement_groups_are_bounded_and_off_unless_asked_for(tmp_path: Path) -> None:
-    def config(**options: Any) -> GRPOConfig:
-        return GRPOConfig(str(tmp_path), use_cpu=True, **options)
-
-    assert config().replacement_groups(8) == 0
-    assert config(dynamic_sampling=True).replacement_groups(8) == 16
-    assert config(dynamic_sampling=True, dynamic_sampling_max_groups=3).replacement_groups(8) == 3
-
-
 @pytest.mark.parametrize(
     ("options", "ahead"),
     [
@@ -188,33 +179,19 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"trace": "collector:4318"}, "trace is 'collector:4318'; give a collector's address"),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "loss_type='vespo' weighs by .* whole row"),
         ({"turn_discount": 1.5}, "turn_discount is 1.5; give 0.0"),
-        ({"teacher_url": "u", "teacher_coef": 0.0}, "teacher_coef 0.0; give 0 or more tokens, and a coefficient"),
-        ({"teacher_url": "u", "teacher_top_k": -1}, "teacher_top_k is -1"),
         ({"teacher_top_k": 5}, "teacher_top_k is set, which has no effect without teacher_url"),
-        ({"demonstrations_coef": 2.0}, "demonstrations_coef is set, which has no effect without demonstrations"),
-        ({"trace_content": True}, "trace_content is set, which has no effect without trace"),
-        ({"probe_every": -1}, "probe_every is -1; give 0"),
-        ({"old_logprobs_batch_size": 0}, "old_logprobs_batch_size is 0; give 1"),
-        ({"rollout_timeout": 0}, "rollout_timeout is 0; give a number above 0"),
-        ({"dynamic_sampling_max_groups": 3}, "dynamic_sampling_max_groups is set, .* without dynamic_sampling"),
-        (
-            {"demonstrations": "d", "demonstrations_share": 0.0},
-            "demonstrations_share is 0.0, demonstrations_coef 1.0",
-        ),
-        ({"env_ce_coef": -1.0}, "env_ce_coef -1.0; give a share above 0, and coefficients of 0 or more"),
-        ({"env_ce_coef": 0.1, "streaming": True}, "streaming weighs tokens before it knows how many"),
+        ({"env_ce_coef": 0.1, "streaming": True}, "env_ce_coef. needs rollouts that are not there yet"),
         ({"use_rewards": False}, "use_rewards=False leaves nothing to train on without a teacher"),
         ({"teacher_url": "u", "temperature": 0.7}, "at temperature 1, and the policy samples at temperature=0.7"),
         ({"teacher_url": "u", "dynamic_sampling": True}, "and a teacher trains these too"),
         ({"loss_type": "sapo", "delta": 4.0}, "delta=4.0 bounds the clipped objective, which loss_type='sapo'"),
         (
             {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": False},
-            "vllm_importance_sampling_mode='token_mask' would change the importance weights, which are off",
+            "vllm_importance_sampling_mode is set, .* without vllm_importance_sampling_correction",
         ),
         ({"vllm_importance_sampling_cap": 0.5}, "vllm_importance_sampling_clip_max=0.5 leave out a ratio of 1"),
         ({"vllm_importance_sampling_clip_min": 1.01}, "clip_min=1.01 and .* leave out a ratio of 1"),
-        ({"vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max=0.5 leave out a ratio of 1"),
-        ({"temperature": 0.0}, "temperature is 0 with num_generations=8.* above 0"),
+        ({"temperature": 0.0}, "temperature is 0.0; give a number above 0, such as 1.0: at 0 all rollouts"),
         ({"repetition_penalty": 1.1}, "samples with repetition_penalty=1.1, under which.*ampling_correction=False"),
         (
             {"top_p": 0.9, "teacher_url": "u"},
@@ -222,38 +199,25 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ),
         ({"loss_type": "cispo"}, r"at most epsilon_high, which is None \(epsilon=0.2 is taken\).*above 1, such"),
         ({"loss_type": "cispo", "epsilon_high": 0.28}, "at most epsilon_high, which is 0.28: on policy"),
-        ({"loss_type": "ppo"}, "loss_type is 'ppo'; choose one of"),
-        ({"weight_sync": "ipc"}, "weight_sync is 'ipc'; choose one of auto, directory, nccl, lora"),
         ({"disable_dropout": False}, "disable_dropout is False: the sampler .* leave it out"),
         ({"mask_env_responses": False}, "is False: tokens of the environment never .* leave it out"),
-        ({"max_staleness": -1}, "max_staleness is -1; give 0 or more"),
-        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; give 1 or more, or None"),
         ({"num_generations_eval": 4}, "num_generations_eval is 4 with eval_temperature=0: greedy answers"),
-        ({"eval_timeout": -1.0}, "eval_timeout is -1.0; give a number above 0"),
         ({"eval_timeout": 0}, "eval_timeout is 0; give a number above 0"),
-        ({"eval_max_concurrent": 0}, "eval_max_concurrent is 0; give 1 or more"),
         ({"max_tokens_per_micro_batch": 512, "top_entropy_quantile": 0.2}, "a quantile over the tokens of a micro-b"),
         ({"entropy_coef": 0.1, "top_entropy_quantile": 0.2}, "makes an entropy bonus .* set entropy_coef=0.0"),
         ({"use_adaptive_entropy": True, "top_entropy_quantile": 0.2}, "makes an entropy bonus"),
         ({"max_completion_length": None, "loss_type": "dr_grpo"}, "'dr_grpo' divides by max_completion_length"),
-        ({"streaming": True, "top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2 .* or streaming=False"),
-        ({"streaming": True, "scale_rewards": "batch"}, "scale_rewards='batch' needs the rewards of the whole block"),
-        ({"streaming": True, "loss_type": "bnpo"}, "loss_type='bnpo' divides by each micro-step's own tokens"),
-        ({"streaming": True, "entropy_coef": 0.1}, "an entropy bonus is a mean over the tokens of the whole update"),
+        ({"streaming": True, "top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2 needs rollouts that are"),
+        ({"streaming": True, "scale_rewards": "batch"}, "scale_rewards='batch' needs rollouts that are"),
+        ({"streaming": True, "loss_type": "bnpo"}, "loss_type='bnpo' needs rollouts that are"),
+        ({"streaming": True, "entropy_coef": 0.1}, "an entropy bonus .* needs rollouts that are"),
         ({"beta": -0.1}, r"beta is -0.1; give 0 \(no KL term\) or more"),
         ({"beta": float("nan")}, "beta is nan"),
-        ({"epsilon": -0.2}, "epsilon is -0.2; give 0 or more"),
-        ({"learning_rate": -1e-5}, "learning_rate is -1e-05; give 0 or more"),
         ({"learning_rate": "1e-5"}, "learning_rate is '1e-5'; give 0 or more"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0; give 0"),
-        ({"max_completion_length": 0}, "max_completion_length is 0; give 1 or more"),
-        ({"scale_rewards": "foo"}, "scale_rewards is 'foo'; choose one of group"),
-        ({"temperature": -1.0}, "temperature is -1.0; give a number above 0"),
         ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high is 0.2, below epsilon=0.3"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vLLM runs as a server here; start vf-vllm"),
-        ({"kl_estimator": "k4", "beta": 0.1}, "kl_estimator is 'k4'; choose one of k1, k2, k3"),
-        ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect with beta=0"),
-        ({"kl_in_reward": True}, "kl_in_reward=True has no effect with beta=0"),
+        ({"kl_estimator": "k4", "beta": 0.1}, "kl_estimator is 'k4'; choose one of None, k1, k2, k3"),
+        ({"kl_estimator": "k2"}, "kl_estimator is set, which has no effect without beta"),
         ({"kl_in_reward": True, "beta": 0.1, "kl_estimator": "k3"}, "in the reward k1 alone has the gradient"),
         ({"kl_in_reward": True, "beta": 0.1}, "'group' and scale_rewards='group': .* set scale_rewards='none'"),
         (
@@ -262,7 +226,7 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ),
         (
             {"kl_in_reward": True, "beta": 0.1, "scale_rewards": "none", "streaming": True},
-            "kl_in_reward=True needs .* the whole block",
+            "kl_in_reward=True needs rollouts that are",
         ),
         (
             {
@@ -276,7 +240,6 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
             "samples with repetition_penalty=1.1, under which kl_in_reward is the KL of another distribution",
         ),
         ({"kl_estimator": "k1", "beta": 0.1, "use_bias_correction_kl": False}, "gradient is 0 in expectation"),
-        ({"advantage_estimator": "gae"}, "advantage_estimator is 'gae'; choose one of group, rloo"),
         ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "scale_rewards='batch' has no effect with adv"),
         (
             {"advantage_estimator": "reinforce_plus_plus", "dynamic_sampling": True},
@@ -284,7 +247,7 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ),
         (
             {"advantage_estimator": "reinforce_plus_plus", "streaming": True},
-            "'reinforce_plus_plus' needs .* whole bl",
+            "'reinforce_plus_plus' needs rollouts that are not there yet",
         ),
     ],
     ids=str,

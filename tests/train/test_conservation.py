@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +33,7 @@ from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.train.batching.training_block import BlockStream, TrainingBlock, build_training_block
 from verifiers.train.checkpoint.block_log import block_record
 from verifiers.train.checkpoint.checkpoint import load_pending_blocks, save_pending_blocks
+from verifiers.train.config import GRPOConfig
 from verifiers.types import RolloutKey, State
 
 PROMPTS = 24
@@ -81,6 +81,11 @@ SIZES = st.builds(
     streaming=st.booleans(),
     extra=st.sampled_from([0, 0, 3]),
 ).filter(lambda sizes: sizes.per_device * sizes.ranks * sizes.accumulated * sizes.updates <= PROMPTS // 2)
+
+
+@functools.cache
+def args() -> GRPOConfig:
+    return GRPOConfig("unused", use_cpu=True, bf16=False, loss_type="dapo", max_completion_length=7)
 
 
 class Fated(Environment):
@@ -140,8 +145,8 @@ def is_zero_variance(group: Group) -> bool:
 class Loop:
     """The trainer's own loop, from block `first` on."""
 
-    def __init__(self, sizes: Sizes, args: Any, fates: int, arrival: int, limit: int) -> None:
-        self.sizes, self.args, self.plan = sizes, args, sizes.plan()
+    def __init__(self, sizes: Sizes, fates: int, arrival: int, limit: int) -> None:
+        self.sizes, self.plan = sizes, sizes.plan()
         client = policy(arrival)
         self.generator = AsyncBatchGenerator(
             Fated(fates),
@@ -172,10 +177,10 @@ class Loop:
                     if stream is None and not batches:
                         self.prefetcher.begin(block, step)
                         if self.sizes.streaming:
-                            stream = BlockStream(self.prefetcher, plan, self.args, block, step)
+                            stream = BlockStream(self.prefetcher, plan, args(), block, step)
                         else:
                             taken = self.prefetcher.take(block, step)
-                            batches = self._finish(taken, build_training_block(taken, plan, self.args), step)
+                            batches = self._finish(taken, build_training_block(taken, plan, args()), step)
                     if stream is not None and in_block == len(batches):
                         batches.append(stream.next()[0])
                         if len(batches) == plan.steps_per_generation:
@@ -207,54 +212,28 @@ def text_of(ids: list[int]) -> str:
     return "".join(map(chr, ids[:-1]))
 
 
-def a_run(sizes: Sizes, args: Any, fates: int, arrival: int, limit: int, cut: int) -> Trained | None:
+def a_run(sizes: Sizes, fates: int, arrival: int, limit: int, cut: int) -> Trained | None:
     """Return a run that is stopped after `cut` blocks and resumes from what its checkpoint keeps.
 
     None where nothing of a block was scored, which ends a run.
     """
     with contextlib.suppress(NothingScoredError):
-        return whole_run(sizes, args, fates, arrival, limit, cut)
+        return whole_run(sizes, fates, arrival, limit, cut)
     return None
 
 
-def whole_run(sizes: Sizes, args: Any, fates: int, arrival: int, limit: int, cut: int) -> Trained:
-    first = Loop(sizes, args, fates, arrival, limit)
+def whole_run(sizes: Sizes, fates: int, arrival: int, limit: int, cut: int) -> Trained:
+    first = Loop(sizes, fates, arrival, limit)
     with first.generator, TemporaryDirectory() as scratch:
         first.run(0, cut)
         save_pending_blocks(Path(scratch), first.prefetcher.finished_blocks() if cut else [])
         kept = load_pending_blocks(scratch)
-    second = Loop(sizes, args, fates, arrival + 1, limit)
+    second = Loop(sizes, fates, arrival + 1, limit)
     with second.generator:
         second.prefetcher.restore(kept)
         second.run(cut, sizes.blocks)
     one, other = first.done, second.done
     return Trained(one.rows + other.rows, {**one.texts, **other.texts}, one.records + other.records)
-
-
-def arguments() -> Any:
-    """Return the settings that building batches reads."""
-    return SimpleNamespace(
-        loss_type="dapo",
-        scale_rewards="group",
-        advantage_estimator="group",
-        turn_discount=None,
-        teacher_url=None,
-        env_ce_coef=0.0,
-        demonstrations_coef=1.0,
-        require_full_groups=False,
-        mask_truncated_completions=False,
-        zero_truncated_completions=False,
-        max_seq_len=None,
-        importance_sampling_level="token",
-        off_policy_mask_threshold=None,
-        vllm_importance_sampling_correction=False,
-        vllm_importance_sampling_mode="token_truncate",
-        max_completion_length=7,
-        max_tokens_per_micro_batch=None,
-        share_prefixes=True,
-        device=torch.device("cpu"),
-        top_entropy_quantile=1.0,
-    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -269,9 +248,9 @@ def test_every_planned_rollout_is_trained_or_dropped_with_a_reason_once_and_in_o
     sizes: Sizes, fates: int, arrivals: Any, limits: Any, cuts: Any
 ) -> None:
     """Two arrival orders, two limits and two interruptions of one run: what is trained is the same."""
-    args, plan = arguments(), sizes.plan()
+    plan = sizes.plan()
     runs = [
-        a_run(sizes, args, fates, arrival, limit, min(cut, sizes.blocks))
+        a_run(sizes, fates, arrival, limit, min(cut, sizes.blocks))
         for arrival, limit, cut in zip(arrivals, limits, cuts, strict=True)
     ]
     one, other = runs

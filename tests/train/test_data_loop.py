@@ -23,6 +23,7 @@ from verifiers.train.batching.block_metrics import block_metrics
 from verifiers.train.batching.micro_batches import MicroBatch
 from verifiers.train.config import GRPOConfig
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks
+from verifiers.train.processes.distributed import Ranks
 from verifiers.types import Outcome, RolloutKey
 
 PLAN = make_plan(
@@ -143,21 +144,6 @@ def test_every_rank_logs_the_mean_of_rank_0_and_the_mean_of_all() -> None:
     assert logged[0]["reward/denominator/completions_global"] == 8
 
 
-class OnlyRank:
-    """The interface of `Ranks` on one process."""
-
-    count, index = 1, 0
-
-    def gather(self, own: Any) -> list[Any]:
-        return [own]
-
-    def on_rank_0(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def scatter(self, work: Callable[[], Sequence[Any]]) -> Any:
-        return work()[0]
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("max_steps", [1, 2])
 def test_on_one_process_the_local_mean_is_the_global_one_streamed_or_not(streaming: bool, max_steps: int) -> None:
@@ -169,7 +155,8 @@ def test_on_one_process_the_local_mean_is_the_global_one_streamed_or_not(streami
     block.filtered.append(
         Group(2, [replace(one, key=RolloutKey(0, 2, place)) for place, one in enumerate(block.groups[1].rollouts)])
     )
-    loop = data_loop(block, plan, OnlyRank(), logged, skips=True, streaming=streaming)
+    only_rank = Ranks(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True))
+    loop = data_loop(block, plan, only_rank, logged, skips=True, streaming=streaming)
     for step in range(max_steps):
         for micro_step in range(2):
             loop.micro_batches(step, micro_step)

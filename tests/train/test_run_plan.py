@@ -52,12 +52,6 @@ def test_the_plan_of_a_run_asks_the_curriculum_or_what_the_environment_brings() 
         plan_batches(config(), group, STAGES)
 
 
-def test_a_dataset_too_small_for_the_runs_blocks_is_refused_before_the_run() -> None:
-    group = vf.EnvGroup([env_with(None), env_with(None, 3)], ["a", "b"])
-    with pytest.raises(ConfigError, match="different rows of dataset 'b', which has 3"):
-        plan_batches(config(per_device_train_batch_size=12), group, STAGES)
-
-
 def test_saves_inside_a_block_are_refused_with_the_plan_so_that_a_dry_run_sees_them() -> None:
     saving = config(num_iterations=2, save_strategy="steps", save_steps=3)
     with pytest.raises(ConfigError, match=r"save_steps is 3, but a block serves 2 optimizer steps.*give 2 or 4"):

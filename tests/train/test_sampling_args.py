@@ -72,6 +72,11 @@ def test_a_call_from_another_distribution_is_refused(tmp_path: Path, options: di
             call(SimpleNamespace(), args, {name: neutral})
 
 
+def test_a_call_that_leaves_the_temperature_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"leaves temperature out, and the trainer scores it at .*pass on the samp"):
+        refuse_biased_call(0.6, [], {})
+
+
 def test_arguments_that_do_nothing_by_themselves_are_let_through(tmp_path: Path) -> None:
     sent = {"ignore_eos": True, "length_penalty": 2.0, "xtc_threshold": 0.1, "mirostat_tau": 5.0, "mirostat_eta": 0.1}
     call(SimpleNamespace(), settings(tmp_path), sent)

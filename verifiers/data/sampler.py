@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
-import logging
 import math
 import random
 import re
@@ -17,9 +16,8 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
 from verifiers.types import RolloutKey
-
-logger = logging.getLogger("verifiers.data")
 
 Item = TypeVar("Item")
 
@@ -63,7 +61,6 @@ class RepeatSampler:
         self.shuffle = shuffle
         self.seed = secrets.randbits(32) if seed is None else seed
         self.epoch = 0
-        self._warned = False
 
     @property
     def chunks_per_epoch(self) -> int:
@@ -72,14 +69,11 @@ class RepeatSampler:
 
     def __iter__(self) -> Iterator[int]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        dropped = self.num_samples % self.batch_size
-        if dropped and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%d of %d rows are left out of each epoch: they do not fill a batch of %d distinct rows.",
-                dropped,
-                self.num_samples,
-                self.batch_size,
+        if dropped := self.num_samples % self.batch_size:
+            warn_once(
+                "verifiers.data",
+                f"{dropped} of {self.num_samples} rows are left out of each epoch: they do not fill a batch of "
+                f"{self.batch_size} distinct rows.",
             )
         return (row for number in range(self.chunks_per_epoch) for row in self.chunk(epoch, number))
 

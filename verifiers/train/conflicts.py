@@ -16,7 +16,7 @@ CHOICES: dict[str, Collection[Any]] = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_estimator": (None, "k1", "k2", "k3"),
     "scale_rewards": ("group", "batch", "none", True, False),
     "advantage_estimator": ("group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     "weight_sync": ("auto", "directory", "nccl", "lora"),
@@ -45,7 +45,11 @@ _BOUNDS = {
     "max_grad_norm": (0, "0 (no clipping) or more"),
     "max_completion_length": (1, "1 or more tokens"),
     "delta": (0, "a bound above 1 + epsilon, or leave it out"),
-    "temperature": (0, "a number above 0, such as 1.0"),
+    "temperature": (math.ulp(0.0), "a number above 0, such as 1.0: at 0 all rollouts of a group are the same"),
+    "max_images": (0, "the most images of a prompt, or 0 for text alone"),
+    "teacher_top_k": (0, "0 (the sampled tokens alone) or more"),
+    **dict.fromkeys(("teacher_coef", "demonstrations_share"), (math.ulp(0.0), "a number above 0")),
+    **dict.fromkeys(("demonstrations_coef", "env_ce_coef"), (0, "0 or more")),
     "eval_max_concurrent": (1, "1 or more, or leave it out"),
     "eval_timeout": (math.ulp(0.0), "a number above 0, or leave it out"),
 }
@@ -55,15 +59,17 @@ _NEEDED = {
     "demonstrations": ("demonstrations_share", "demonstrations_coef"),
     "trace": ("trace_share", "trace_content"),
     "dynamic_sampling": ("dynamic_sampling_max_groups",),
+    "max_images": ("train_vision_tower",),
+    "rollout_device": ("old_logprobs_on_rollout_device",),
+    "beta": ("kl_estimator", "kl_in_reward"),
+    "vllm_importance_sampling_correction": (
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_cap",
+    ),
 }
 """Settings that have no effect without another."""
-
-_OF_IMPORTANCE_SAMPLING = (
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_cap",
-)
 
 UNSUPPORTED: dict[str, str] = {
     "generation_kwargs": (
@@ -157,11 +163,7 @@ def _refuse(refusals: Iterable[tuple[bool, str]]) -> None:
 def _values(args: Any) -> _Refusals:
     for name, choices in CHOICES.items():
         value = getattr(args, name)
-        is_left_out = name == "kl_estimator" and value is None
-        yield (
-            value not in choices and not is_left_out,
-            f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}.",
-        )
+        yield value not in choices, f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}."
     for name, (least, wanted) in _BOUNDS.items():
         if (value := getattr(args, name)) is not None:
             # not a number is less than nothing, and at least nothing either
@@ -175,18 +177,8 @@ def _values(args: Any) -> _Refusals:
 
 def _rollouts(args: Any) -> _Refusals:
     yield (
-        args.temperature == 0,
-        f"temperature is 0 with num_generations={args.num_generations}: the rollouts of a group would be the same "
-        "and no advantage could differ from 0; give a temperature above 0, such as 1.0.",
-    )
-    yield (
         args.max_steps < -1 or args.max_steps == 0,
         f"max_steps is {args.max_steps}; give 1 or more, or -1 for num_train_epochs.",
-    )
-    yield (
-        args.num_generations is not None and args.num_generations < 2,
-        f"num_generations is {args.num_generations}, but a group's advantage compares its rollouts with each other; "
-        "give at least 2.",
     )
     yield (
         args.disable_dropout is False,
@@ -204,21 +196,9 @@ def _rollouts(args: Any) -> _Refusals:
         "are all the same; give a temperature above 0, or num_generations_eval=1.",
     )
     yield (
-        args.max_images < 0,
-        f"max_images is {args.max_images}; give the most images of a prompt, or 0 for text alone.",
-    )
-    yield (
         args.max_images > 0 and args.env_ce_coef > 0,
         f"env_ce_coef={args.env_ce_coef:g} would train the policy to write what stands for images, and max_images is "
         f"{args.max_images}; leave one of the two out.",
-    )
-    yield (
-        args.train_vision_tower and not args.max_images,
-        "train_vision_tower trains what images pass through, and max_images=0 lets none come; set max_images.",
-    )
-    yield (
-        args.old_logprobs_on_rollout_device and args.rollout_device is None,
-        "old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.",
     )
     yield (
         args.old_logprobs_on_rollout_device and args.cast_lm_head_to_fp32,
@@ -257,11 +237,6 @@ def _loss(args: Any) -> _Refusals:
     )
     teacher = args.teacher_url
     yield (
-        args.teacher_top_k < 0 or not 0 < args.teacher_coef < math.inf,
-        f"teacher_top_k is {args.teacher_top_k} and teacher_coef {args.teacher_coef}; give 0 or more tokens, and a "
-        "coefficient above 0.",
-    )
-    yield (
         not teacher and not args.use_rewards,
         "use_rewards=False leaves nothing to train on without a teacher; give teacher_url, or leave it out.",
     )
@@ -280,17 +255,6 @@ def _loss(args: Any) -> _Refusals:
         "dynamic_sampling replaces groups whose rewards are all equal, and a teacher trains these too; leave one of "
         "the two out.",
     )
-    share, coefs = args.demonstrations_share, (args.demonstrations_coef, args.env_ce_coef)
-    yield (
-        not 0 < share < math.inf or not all(0 <= coef < math.inf for coef in coefs),
-        f"demonstrations_share is {share}, demonstrations_coef {coefs[0]} and env_ce_coef {coefs[1]}; give a share "
-        "above 0, and coefficients of 0 or more.",
-    )
-    yield (
-        args.streaming and (args.demonstrations is not None or args.env_ce_coef > 0),
-        "streaming weighs tokens before it knows how many an update has, which demonstrations and env_ce_coef do not "
-        "allow; set streaming=False.",
-    )
     level, mode = args.importance_sampling_level, args.vllm_importance_sampling_mode
     yield (
         loss_type.multiplies_ratios and level != "token",
@@ -306,13 +270,6 @@ def _loss(args: Any) -> _Refusals:
         f"loss_type={name!r} multiplies the tokens' ratios itself, so vllm_importance_sampling_mode={mode!r} counts "
         "a row's ratio once a token; use 'token_truncate'.",
     )
-    for setting in _OF_IMPORTANCE_SAMPLING:
-        value = getattr(args, setting)
-        yield (
-            value != getattr(type(args), setting) and not args.vllm_importance_sampling_correction,
-            f"{setting}={value!r} would change the importance weights, which are off; set "
-            "vllm_importance_sampling_correction=True, or leave that out.",
-        )
     # TRL copies the deprecated cap to clip_max later
     low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_cap
     high = args.vllm_importance_sampling_clip_max if cap is None else cap
@@ -335,11 +292,6 @@ def _loss(args: Any) -> _Refusals:
 
 def _kl(args: Any) -> _Refusals:
     in_reward, estimator = args.kl_in_reward, args.kl_estimator
-    given = "kl_in_reward=True" if in_reward else f"kl_estimator={estimator!r}"
-    yield (
-        args.beta == 0.0 and (estimator is not None or in_reward),
-        f"{given} has no effect with beta=0; set beta, such as 0.001, or leave it out.",
-    )
     yield (
         in_reward and estimator not in (None, "k1"),
         f"kl_estimator={estimator!r} with kl_in_reward=True: in the reward k1 alone has the gradient of the KL; "
@@ -379,35 +331,20 @@ def _advantages(args: Any) -> _Refusals:
 
 
 def _streaming(args: Any) -> _Refusals:
-    """Refuse what needs the whole block, or the whole update, before its first micro-batch."""
     if not args.streaming:
         return
-    of_block = "needs the rollouts of the whole block before its first micro-batch is trained; set streaming=False."
-    yield args.kl_in_reward, f"kl_in_reward=True {of_block}"
-    yield (
-        args.advantage_estimator.startswith("reinforce"),
-        f"advantage_estimator={args.advantage_estimator!r} {of_block}",
-    )
-    yield (
-        args.scale_rewards == "batch",
-        "scale_rewards='batch' needs the rewards of the whole block before its first micro-batch is trained; use "
-        "'group' or 'none', or streaming=False.",
-    )
-    yield (
-        LOSS_TYPES[args.loss_type].depends_on_micro_steps,
-        f"loss_type={args.loss_type!r} divides by each micro-step's own tokens, which streaming cannot weigh; use "
-        "'dapo', or streaming=False.",
-    )
-    yield (
-        args.top_entropy_quantile < 1.0,
-        f"top_entropy_quantile={args.top_entropy_quantile:g} is a quantile over the tokens of a micro-batch, which "
-        "streaming fills with whole groups and not by chance; set it to 1.0, or streaming=False.",
-    )
-    yield (
-        _has_entropy_bonus(args),
-        "an entropy bonus is a mean over the tokens of the whole update, whose number streaming does not know in "
-        "time; set entropy_coef=0.0, or streaming=False.",
-    )
+    needs_all = {
+        "kl_in_reward=True": args.kl_in_reward,
+        f"advantage_estimator={args.advantage_estimator!r}": args.advantage_estimator.startswith("reinforce"),
+        "scale_rewards='batch'": args.scale_rewards == "batch",
+        f"loss_type={args.loss_type!r}": LOSS_TYPES[args.loss_type].depends_on_micro_steps,
+        f"top_entropy_quantile={args.top_entropy_quantile:g}": args.top_entropy_quantile < 1.0,
+        "an entropy bonus (entropy_coef, use_adaptive_entropy)": _has_entropy_bonus(args),
+        "cross-entropy (demonstrations, env_ce_coef)": args.demonstrations is not None or args.env_ce_coef > 0,
+    }
+    for name, is_set in needs_all.items():
+        text = f"{name} needs rollouts that are not there yet when streaming trains the first; set streaming=False."
+        yield is_set, text
 
 
 def _unsupported(args: Any) -> _Refusals:
@@ -439,29 +376,21 @@ def refuse_biased_sampling(args: Any, whose: str, given: Mapping[str, Any]) -> N
             f"{whose} samples with {cut[0]}={given[cut[0]]!r}, and a teacher's log-probs are those of all tokens; "
             f"leave {cut[0]} out."
         )
-    if not args.vllm_importance_sampling_correction and not args.may_be_stale and not args.kl_in_reward:
+    if args.kl_in_reward:
+        biased, without = "kl_in_reward is the KL of another distribution than the policy's", "kl_in_reward=False"
+    elif args.vllm_importance_sampling_correction:
+        biased, without = "importance weights are biased", "vllm_importance_sampling_correction=False"
+    elif args.may_be_stale:
+        biased, without = "stale tokens cannot be told from fresh ones", "num_batches_ahead=0"
+    else:
         return
     # of what is cut the trainer normalises over the same tokens
     for name in (name for name in NEUTRAL if name not in CUTS):
-        if (value := unless_neutral(name, given)) is None:
-            continue
-        sampled = f"{whose} samples with {name}={value!r}"
-        if args.kl_in_reward:
+        if (value := unless_neutral(name, given)) is not None:
             raise ConfigError(
-                f"{sampled}, under which kl_in_reward is the KL of another distribution than the policy's; leave "
-                f"{name} out, or set kl_in_reward=False."
+                f"{whose} samples with {name}={value!r}, under which {biased}, for the sampler's log-probs are those "
+                f"of another distribution; leave {name} out, or set {without}."
             )
-        if args.vllm_importance_sampling_correction:
-            raise ConfigError(
-                f"{sampled}, under which importance weights are biased, for the sampler's log-probs are those of "
-                f"another distribution; leave {name} out, or set vllm_importance_sampling_correction=False."
-            )
-        raise ConfigError(
-            f"{sampled} with num_batches_ahead={args.num_batches_ahead} and without "
-            "vllm_importance_sampling_correction: the ratio to the sampler's log-probs is then all that tells stale "
-            f"tokens from fresh ones, and they are those of another distribution; leave {name} out, or set "
-            "num_batches_ahead=0."
-        )
 
 
 def refuse_adapters(adapters: Mapping[str, Any], beta: float) -> None:

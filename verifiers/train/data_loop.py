@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from verifiers.data.batch_plan import BatchPlan
+from verifiers.keywords import warn_once
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.demonstrations import Demonstrations
@@ -97,7 +98,6 @@ class DataLoop:
         self._logged: tuple[ScoredBlock, int, list[Dropped]] | None = None
         self._places: list[set[int]] = []
         self.gradient_scale: float | None = None
-        self._warned_over_budget = False
 
     def micro_batches(self, optimizer_step: int, micro_step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a micro-step of an update, from 0; every rank must call it."""
@@ -208,8 +208,13 @@ class DataLoop:
         self._places = [_places(trained.micro_steps[start : start + each]) for start in starts]
         self._logged = block, step, trained.dropped
         self._log_again()
-        packing = packing_metrics(trained.micro_steps)
-        self._warn_over_budget(packing["rows/largest_micro_batch_tokens"])
+        packing, budget = packing_metrics(trained.micro_steps), self._args.max_tokens_per_micro_batch
+        if budget is not None and packing["rows/largest_micro_batch_tokens"] > budget:
+            warn_once(
+                "verifiers.train",
+                f"a row is over max_tokens_per_micro_batch={budget} and has a micro-batch of its own; drop such rows "
+                "by max_seq_len, or lower max_completion_length.",
+            )
         return {**self._record(block, trained, step), **packing}
 
     def _micro_steps_reached(self, step: int) -> int:
@@ -255,18 +260,6 @@ class DataLoop:
             if passes and self._not_applied.issuperset(passes):
                 dropped += [item for item in _dropped(block, places, "not_finite") if item.key not in known]
         self._log_block(block, first, dropped)
-
-    def _warn_over_budget(self, largest: float) -> None:
-        budget = self._args.max_tokens_per_micro_batch
-        if budget is None or largest <= budget or self._warned_over_budget:
-            return
-        self._warned_over_budget = True
-        logger.warning(
-            "a row of %d tokens is over max_tokens_per_micro_batch=%d and has a micro-batch of its own; drop "
-            "such rows by max_seq_len, or lower max_completion_length.",
-            largest,
-            budget,
-        )
 
     # -- on every rank ------------------------------------------------------------------------------------------
 

@@ -247,14 +247,6 @@ def test_a_split_keeps_rows_aligned_and_none_none() -> None:
         assert column(chunk, "update_tokens") == [6.0]
 
 
-def test_a_generator_shuffles_the_same_way_from_the_same_seed() -> None:
-    one, two = (shuffle_tensor_dict(buffer(), torch.Generator().manual_seed(3)) for _ in range(2))
-    assert column(one, "prompt_ids") == column(two, "prompt_ids")
-    pairs = dict(zip(column(one, "prompt_ids"), column(one, "advantages"), strict=True))
-    original = dict(zip(column(buffer(), "prompt_ids"), column(buffer(), "advantages"), strict=True))
-    assert pairs == original
-
-
 def test_seven_rows_in_two_chunks_are_refused_with_the_sizes_that_divide() -> None:
     with pytest.raises(ConfigError, match=r"7 rows do not divide into 2 chunks.* 6 and 8"):
         split_tensor_dict({"x": torch.arange(7)}, 2)

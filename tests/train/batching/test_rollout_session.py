@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -179,12 +178,3 @@ def test_replacements_are_none_of_the_blocks_own_prompts_and_follow_from_seed_an
     assert {key.example_id for key in others} != {key.example_id for key in replacements(prefetcher, 4)}
     none, _ = a_prefetcher(1, plan)
     assert replacements(none, 3) == []
-
-
-@pytest.mark.parametrize("replacement_groups", [36, 1000])
-def test_there_are_no_more_replacements_than_other_prompts(replacement_groups: int) -> None:
-    plan = a_plan()
-    prefetcher, _ = a_prefetcher(1, plan, replacement_groups=replacement_groups)
-    assert len({key.example_id for key in replacements(prefetcher, 0)}) == min(
-        replacement_groups, 40 - plan.prompts_per_block
-    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.micro_batches import MicroSteps, all_micro_batches
 from verifiers.train.batching.training_block import BlockStream, build_training_block
+from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.prefixes import SHARED_ROWS
 from verifiers.types import Failure, Outcome, RolloutKey
 
@@ -51,31 +52,12 @@ def a_block(plan: BatchPlan, seed: int, block_id: int = 0) -> ScoredBlock:
     return ScoredBlock(block_id, groups)
 
 
-def some_settings(loss_type: str, **values: Any) -> Any:
-    """Return the settings that building batches reads."""
-    defaults = {
-        "loss_type": loss_type,
-        "scale_rewards": "group",
-        "require_full_groups": False,
-        "mask_truncated_completions": False,
-        "zero_truncated_completions": False,
-        "max_seq_len": None,
-        "max_completion_length": 7,
-        "max_tokens_per_micro_batch": None,
-        "share_prefixes": True,
-        "device": torch.device("cpu"),
-        "top_entropy_quantile": 1.0,
-        "importance_sampling_level": "token",
-        "vllm_importance_sampling_correction": False,
-        "off_policy_mask_threshold": None,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "advantage_estimator": "group",
-        "turn_discount": None,
-        "teacher_url": None,
-        "env_ce_coef": 0.0,
-        "demonstrations_coef": 1.0,
-    }
-    return SimpleNamespace(**{**defaults, **values})
+@functools.cache
+def some_settings(loss_type: str) -> GRPOConfig:
+    high = 5.0 if loss_type == "cispo" else None
+    return GRPOConfig(
+        "unused", use_cpu=True, bf16=False, loss_type=loss_type, epsilon_high=high, max_completion_length=7
+    )
 
 
 class Prefetcher:
@@ -242,8 +224,9 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
     ("device", "rest", "is_shared"), [("cpu", 2, True), ("cpu", 12, True), ("cuda", 2, True), ("cuda", 12, False)]
 )
 def test_a_prompt_is_computed_once_where_that_saves_enough_which_is_more_on_a_gpu(
-    device: str, rest: int, is_shared: bool
+    device: str, rest: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(GRPOConfig, "device", torch.device(device))
     sizes = {"per_device": 1, "ranks": 1, "accumulated": 1, "updates": 1, "generations": 4, "iterations": 1}
     plan = a_plan({**sizes, "groups_lie_across_micro_batches": False})
     rows = [TokenSequence([1] * 8, [2 + g] * rest, [1] * rest, [-0.5] * rest, [0] * rest) for g in range(4)]
@@ -251,8 +234,6 @@ def test_a_prompt_is_computed_once_where_that_saves_enough_which_is_more_on_a_gp
         Rollout(RolloutKey(0, 0, g), Outcome.COMPLETED, "p", "", reward=float(g), rows=[row])
         for g, row in enumerate(rows)
     ]
-    block = build_training_block(
-        ScoredBlock(0, [Group(0, rollouts)]), plan, some_settings("dapo", device=torch.device(device))
-    )
+    block = build_training_block(ScoredBlock(0, [Group(0, rollouts)]), plan, some_settings("dapo"))
     found = [SHARED_ROWS in batch for batch in all_micro_batches(block.micro_steps)]
     assert found == [is_shared]

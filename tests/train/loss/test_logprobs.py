@@ -226,20 +226,6 @@ def test_over_the_tokens_that_were_kept_values_and_gradients_are_those_of_the_cu
     torch.testing.assert_close(copied[real], logps.detach()[:, 3:][real], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("kind", ["plain", "soft cap", "logits_scaling"])
-@pytest.mark.parametrize("batch_size", [2, 5])
-def test_a_copys_log_probs_are_those_of_whole_logits(kind: str, batch_size: int) -> None:
-    copy, whole = make_model(kind), make_batch()
-    batch = {"prompt_ids": whole["input_ids"][:, :4], "completion_ids": whole["input_ids"][:, 4:]}
-    batch |= {"prompt_mask": whole["attention_mask"][:, :4], "completion_mask": whole["attention_mask"][:, 4:]}
-    with torch.no_grad():
-        expected = from_whole_logits(copy, whole)[0][:, 3:]
-    found = log_probs_of_copy(copy, batch, TEMPERATURE, batch_size)
-    real = batch["completion_mask"].bool()
-    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_a_vocabulary_of_150k_takes_at_most_035_of_trls_memory() -> None:
     """By the largest single allocation of a training pass over 512 tokens; the gradient of the head is 5 MiB."""

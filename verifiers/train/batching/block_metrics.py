@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
+import numpy as np
+
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks
 from verifiers.envs.tools import read_call
@@ -242,23 +244,17 @@ def _roles(scored: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _timing(block: ScoredBlock) -> dict[str, float]:
-    latencies = sorted(rollout.timing.generation_s for rollout in block)
+    latencies = [rollout.timing.generation_s for rollout in block]
     metrics = {
         "time/block_generation_s": block.generation_s,
         "rollouts/sampled_tokens": float(sum(map(_sampled, block))),
         "rollouts/tokens_per_s": sum(map(_sampled, block)) / max(block.generation_s, 1e-9),
     }
     if latencies:
-        metrics["time/rollout_p50_s"] = _percentile(latencies, 0.50)
-        metrics["time/rollout_p95_s"] = _percentile(latencies, 0.95)
-        metrics["time/rollout_max_s"] = latencies[-1]
+        for name, share in (("p50", 0.50), ("p95", 0.95), ("max", 1.0)):
+            metrics[f"time/rollout_{name}_s"] = float(np.quantile(latencies, share, method="inverted_cdf"))
         metrics["time/scoring_mean_s"] = fmean(rollout.timing.scoring_s for rollout in block)
     return metrics
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value that `share` of the sorted values, of which there are some, do not exceed (nearest rank)."""
-    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 
 
 def curriculum_metrics(plan: BatchPlan, block: ScoredBlock) -> dict[str, float]:

@@ -125,10 +125,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
           `rollout_index`, `sampled_tokens`, and `is_padding`, which is bool
 
     Raises:
-        ConfigError: there is no row, or one has an empty prompt or completion, or lists of different lengths.
+        ConfigError: a row has an empty prompt or completion, or lists of different lengths.
     """
-    if not samples:
-        raise ConfigError("no rows to pad; `PADDING` stands where a rank has nothing to train on")
     rows = [sample.row for sample in samples]
     for row in rows:
         lengths = [len(row.completion_ids), len(row.loss_mask), len(row.logprobs)]
@@ -417,23 +415,18 @@ def packing_metrics(steps: MicroSteps) -> dict[str, float]:
 # -- columns ---------------------------------------------------------------------------------------------------------
 
 
-def shuffle_tensor_dict(rows: Mapping[str, Any], order: Sequence[int] | Tensor | torch.Generator) -> TensorDict:
+def shuffle_tensor_dict(rows: Mapping[str, Any], order: Sequence[int] | Tensor) -> TensorDict:
     """Reorder the rows of all columns by one permutation.
 
     Args:
-        order: the permutation of 0 .. R - 1 whose i-th entry is the old place of the new row i, or a CPU generator
-            to draw one from. There is no default: a shuffle must be reproducible by its seed.
+        order: the permutation of 0 .. R - 1 whose i-th entry is the old place of the new row i.
 
     Raises:
         ConfigError: where columns are misaligned or the order is not a permutation of their rows.
     """
-    count = _num_rows(rows)
-    if isinstance(order, torch.Generator):
-        order_R = torch.randperm(count, generator=order)
-    else:
-        order_R = torch.as_tensor(order, dtype=torch.long)
-        if order_R.dim() != 1 or order_R.sort().values.tolist() != list(range(count)):
-            raise ConfigError(f"the order is not a permutation of {count} rows: {order_R.tolist()}")
+    count, order_R = _num_rows(rows), torch.as_tensor(order, dtype=torch.long)
+    if order_R.dim() != 1 or order_R.sort().values.tolist() != list(range(count)):
+        raise ConfigError(f"the order is not a permutation of {count} rows: {order_R.tolist()}")
     places = order_R.tolist()
 
     def reorder(column: Any) -> Any:
