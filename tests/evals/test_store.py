@@ -144,10 +144,6 @@ def test_reward_functions_have_columns_but_never_ours(tmp_path: Path) -> None:
     assert metrics_of(row) == {"good": 0.5, "reward": 7.0, "metrics": 8.0}
 
 
-def test_metrics_are_found_in_rows_that_only_have_columns() -> None:
-    assert metrics_of({"example_id": 0, "reward": 1.0, "good": 0.5, "note": "text", "flag": True}) == {"good": 0.5}
-
-
 def test_secrets_are_in_no_file(tmp_path: Path) -> None:
     secret = 'sk-"quoted"-é-0123456789'
     bad = rollout(0, 0, None, failure=Failure("E", f"refused {secret}", exception=ValueError(secret)))
