@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,28 +87,6 @@ def test_help_has_groups_each_default_once_and_two_examples_that_parse(command: 
         assert " ".join(given).startswith(command)
         if command != "vf":
             parser.parse_known_args(given[len(command.split()) :])
-
-
-def test_a_short_flag_means_one_thing_in_all_commands() -> None:
-    meanings = defaultdict(set)
-    for command in ALL:
-        for action in flags_of(command):
-            for short in (name for name in action.option_strings if not name.startswith("--")):
-                meanings[short].add(action.option_strings[-1])
-    assert {short: names for short, names in meanings.items() if len(names) > 1} == {}
-    assert meanings["-p"] == {"--env-dir-path"}
-    assert meanings["-e"] == {"--endpoints-path"}
-    seeds = {c: a.help or "" for c in ALL for a in flags_of(c) if "--seed" in a.option_strings}
-    assert set(seeds) == {"vf-eval", "vf-serve"}
-    assert all("sampling seed" in text for text in seeds.values())
-
-
-@pytest.mark.parametrize("command", [name for name in ALL if name.startswith("vf")])
-def test_every_command_tells_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parser_of(command).parse_args(["--version"])
-    assert ended.value.code == 0
-    assert re.fullmatch(rf"{command} \d\S+\n", capsys.readouterr().out)
 
 
 # -- vf --------------------------------------------------------------------------------------------------------

@@ -291,14 +291,6 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(
     assert re.match(f"vf-eval: .*{message}", sentence)
 
 
-def test_a_registry_names_the_endpoint(env_name: str, server: FakeOpenAIServer, results: Any) -> None:
-    Path("endpoints.toml").write_text(f'[endpoints.small]\nmodel = "org/policy"\nurls = ["{server.url}"]\n')
-    assert main([env_name, "-e", "endpoints.toml", "-m", "small", "-n", "1", "-r", "1"]) == 0
-    assert server.requests[0].body["model"] == "org/policy"
-    metadata = results.metadata
-    assert (metadata["model"], metadata["endpoint"], metadata["base_url"]) == ("org/policy", "small", server.url)
-
-
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
     env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,14 +26,6 @@ def write_registry(path: Path, url: str, name: str = "small", model: str = "org/
         path.write_text(f'[endpoints.{name}]\nmodel = "{model}"\nurl = "{url}"\nkey_var = "SMALL_KEY"\n')
 
 
-def test_registries_are_looked_for_in_an_order_that_is_documented(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/guides/endpoints.md").read_text()
-    shown = [f"`{path}`" for path in registries()[:-1]]
-    assert registries()[-1] == tmp_path / "config/verifiers/endpoints.toml"
-    places = [page.index(one) for one in [*shown, "`~/.config/verifiers/endpoints.toml`"]]
-    assert places == sorted(places)
-
-
 @pytest.mark.parametrize("number", range(5))
 def test_a_registry_is_found_without_a_flag_and_that_is_said(
     server: FakeOpenAIServer,
