@@ -37,21 +37,13 @@ max_steps = 3
 bf16 = false
 use_cpu = true
 """
-STAGES = """
+MIXTURE = """
 [environments.short]
 id = "toy-sums-env"
 
 [environments.long]
 id = "toy-sums-env"
-
-[curriculum]
-stages = [
-    { name = "warm", until_step = 2, datasets = ["short"] },
-    { name = "main", until_step = 4, datasets = ["short", { id = "long", weight = 3 }] },
-]
-
 """
-STAGES += RUN[RUN.index("[model]") :].replace("max_steps = 3", "max_steps = 4")
 
 
 @pytest.fixture
@@ -75,24 +67,11 @@ def test_a_dry_run_prints_the_plan_in_prompts_and_completions_and_stops(
     assert not Path("outputs").exists()
 
 
-def test_a_dry_run_prints_which_stage_holds_at_which_steps(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_file.write_text(STAGES)
-    assert main([str(run_file), "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    assert re.search(r"\nstage warm +steps 0 to 1: short 1 of prompts, \d+ rows\n", shown.out)
-    assert re.search(r"\nstage main +steps 2 to 3: short 0\.25 of prompts, .* long 0\.75 of prompts, ", shown.out)
-    assert "epochs" not in shown.out
-    assert shown.err == ""
-
-
 @pytest.mark.parametrize("table", ['levels = { datasets = ["short", "long"], window = 4 }', "pools = {}"])
 def test_a_rule_that_adapts_is_shown_with_its_settings(
     run_file: Path, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begin, end = STAGES.index("stages = ["), STAGES.index("[model]")
-    run_file.write_text(STAGES[:begin] + table + "\n\n" + STAGES[end:])
+    run_file.write_text(f"{MIXTURE}\n[curriculum]\n{table}\n\n{RUN[RUN.index('[model]') :]}")
     assert main([str(run_file), "--dry-run"]) == 0
     assert re.search(
         r"\ncurriculum +(levels short < long|datasets ).*; decides by the block before\n",
@@ -128,9 +107,9 @@ def test_an_environment_beside_the_run_file_is_found_from_any_directory(
     assert "8 prompts" in capsys.readouterr().out
 
 
-def replaced(old: str, new: str, run: str = RUN) -> str:
-    assert old in run
-    return run.replace(old, new)
+def replaced(old: str, new: str) -> str:
+    assert old in RUN
+    return RUN.replace(old, new)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +145,6 @@ def replaced(old: str, new: str, run: str = RUN) -> str:
         (
             replaced("max_steps = 3", 'max_steps = 3\noutput_dir = "run.toml/below"'),
             "output_dir 'run.toml/below' cannot be written to: Not a directory",
-        ),
-        (
-            replaced('["short"] }', '["shrt"] }', STAGES),
-            "stage 'warm' names dataset 'shrt', which is not there; there are: lo",
-        ),
-        (
-            replaced("max_steps = 4", "max_steps = 12\nnum_iterations = 4", STAGES).replace(
-                "]\n\n[model]", '    { name = "late", datasets = ["long"] },\n]\n\n[model]'
-            ),
-            "stage 'main' of the curriculum ends at optimizer step 4, inside the block .* end it at step 8",
         ),
     ],
 )
