@@ -74,8 +74,7 @@ class FakeEndpoint:
         answers = [self._answer(body) for _ in range(body.get("n") or 1)]
         return WireObject(response_body(body, answers, model=FAKE_MODEL, token_ids=False))
 
-    async def close(self) -> None:
-        """Do nothing: no connection is open."""
+    async def close(self) -> None: ...
 
     def _answer(self, body: Mapping[str, Any]) -> str | dict[str, Any]:
         asked = body.get("messages", body.get("prompt"))
