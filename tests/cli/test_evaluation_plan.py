@@ -13,7 +13,7 @@ from verifiers.errors import ProviderError
 from verifiers.inference.endpoint import CHAT, Endpoint, HttpBackend
 from verifiers.inference.endpoint_registry import registries
 from verifiers.inference.retry import RetryPolicy, retry
-from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.testing import FakeOpenAIServer
 
 SMALL = ["-m", "small", "-n", "1", "-r", "1"]
 
@@ -85,15 +85,6 @@ def test_a_registry_that_is_found_and_cannot_be_used_is_one_sentence(
     assert main([env_name, *SMALL, *more]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert sentence in said
-
-
-@pytest.mark.slow
-def test_a_hang_is_tried_again_by_default(env_name: str, results: Any) -> None:
-    with FakeOpenAIServer("4", faults=[Fault.hang()]) as server:
-        assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--rollout-timeout", "12"]) == 0
-        assert server.request_count == 2
-    (row,) = results.rows
-    assert (row["outcome"], row["attempts"], results.metadata["attempt_timeout_s"]) == ("completed", 2, 4.0)
 
 
 @pytest.mark.parametrize(
