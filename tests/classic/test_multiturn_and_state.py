@@ -348,16 +348,6 @@ async def test_an_overlong_prompt_is_truncated_wherever_it_is_raised(client: Fak
     assert (rollout.state["error"], rollout.state["stop_condition"]) == (None, "prompt_too_long")
 
 
-async def test_a_rollout_that_ends_on_the_environments_reply_keeps_it(client: FakeClient, rows: Rows) -> None:
-    class Env(Talks):
-        async def is_completed(self, messages: Any, state: Any, **kwargs: Any) -> bool:
-            return messages[-1]["content"] == "more"
-
-    completion, state = await Env(dataset=rows).rollout(client, "m", ASK)
-    assert contents(completion) == ["re: start", "more"]
-    assert state["stop_condition"] == "is_completed"
-
-
 async def test_reward_functions_may_ask_the_same_server_and_are_not_trained_on(
     client: FakeClient, rows: Rows
 ) -> None:
