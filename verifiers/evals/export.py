@@ -29,8 +29,6 @@ from verifiers.evals.store import RESULTS, StoredRun, json_line, metrics_of, rea
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMATS = ("csv", "jsonl", "hf", "sft", "preference", "inspect")
-
 _PLAIN = ("example_id", "generation", "task", "outcome", "reward", "error")
 _COUNTS = ("generation_ms", "scoring_ms", "prompt_tokens", "completion_tokens", "turns", "attempts")
 
@@ -42,14 +40,12 @@ def export_run(
     *,
     threshold: float | None = None,
 ) -> tuple[Path, int]:
-    """Write a run in one of `FORMATS`; return the path written to, and how many rows.
+    """Write a run in one of the forms above; return the path written to, and how many rows.
 
     `target` is a file, for "hf" a directory, and must not be there yet. `threshold` is for "sft" the reward that the
     best rollout must have at least (default 1), for "preference" the least difference between best and worst.
     """
     path = Path(target)
-    if kind not in FORMATS:
-        raise ConfigError(f"the format is {kind!r}; there are {', '.join(FORMATS)}.")
     if path.exists():
         raise ConfigError(f"{str(path)!r} is there already; give another file.")
     if not run.rows:
