@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from verifiers.errors import ConfigError
@@ -163,8 +164,6 @@ def test_unpaired_runs_without_variation_are_not_certain() -> None:
 
 
 def test_the_detectable_difference_is_found_four_times_out_of_five() -> None:
-    import numpy as np
-
     random, prompts, spread = np.random.default_rng(3), 40, 0.3
     true = detectable_difference(spread / math.sqrt(prompts), prompts - 1)
     found = 0
@@ -297,3 +296,35 @@ def test_numbers_whose_squares_or_sums_are_too_large_have_no_error_and_raise_non
         assert not found.stderr < math.inf
     assert not math.isfinite(split_variance(values).within)
     assert mean_and_stderr_clustered([[1.3e154], [-1.3e154]]).stderr == math.inf
+
+
+# -- by simulation ---------------------------------------------------------------------------------------------------
+
+SIMULATIONS, ROLLOUTS = 2000, 8
+
+
+@pytest.mark.parametrize("prompts", [10, 30, 100])
+def test_intervals_of_95_percent_cover_the_truth_95_times_in_100(prompts: int) -> None:
+    random = np.random.default_rng(prompts)
+    covered = covered_naively = 0
+    for _ in range(SIMULATIONS):
+        difficulties = random.beta(2, 2, size=(prompts, 1))
+        rewards = (random.random((prompts, ROLLOUTS)) < difficulties).astype(float)
+        estimate = mean_and_stderr_clustered(rewards.tolist())
+        covered += estimate.low <= 0.5 <= estimate.high
+        mean = float(rewards.mean())
+        covered_naively += abs(mean - 0.5) <= 1.96 * math.sqrt(mean * (1 - mean) / rewards.size)
+    assert 0.93 <= covered / SIMULATIONS <= 0.97
+    # independent rollouts would make this 95 % too: the rollouts of a prompt are not independent
+    assert covered_naively / SIMULATIONS < 0.85
+
+
+@pytest.mark.parametrize(("prompts", "chance"), [(5, 0.95), (10, 0.9), (20, 0.02), (10, 0.5)])
+def test_intervals_at_the_edges_cover_at_least_what_they_say(prompts: int, chance: float) -> None:
+    random = np.random.default_rng(7)
+    covered = 0
+    for _ in range(SIMULATIONS):
+        rewards = (random.random((prompts, 1)) < chance).astype(float).tolist()
+        estimate = mean_and_stderr_clustered(rewards)
+        covered += estimate.low <= chance <= estimate.high
+    assert covered / SIMULATIONS >= 0.945
