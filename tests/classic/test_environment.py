@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -16,33 +15,6 @@ ASK = [{"role": "user", "content": "2+2?"}]
 
 def length(completion: Any) -> float:
     return float(len(completion[-1]["content"]))
-
-
-def test_the_signatures_are_the_classic_ones() -> None:
-    def names(func: Any) -> list[str]:
-        return [name for name in inspect.signature(func).parameters if name != "self"]
-
-    env = vf.Environment
-    assert names(env)[:10] == [
-        "dataset", "eval_dataset", "system_prompt", "few_shot", "parser", "rubric", "sampling_args", "message_type",
-        "oai_tools", "max_workers",
-    ]  # fmt: skip
-    assert names(vf.MultiTurnEnv.rollout)[:7] == [
-        "client", "model", "prompt", "answer", "task", "info", "sampling_args",
-    ]  # fmt: skip
-    assert names(vf.MultiTurnEnv.is_completed) == ["state"]
-    assert names(env.init_state) == ["input", "client", "model", "sampling_args"]
-    assert names(env.a_generate)[:9] == [
-        "inputs", "client", "model", "sampling_args", "score_rollouts", "max_concurrent", "max_concurrent_generation",
-        "max_concurrent_scoring", "interleave_scoring",
-    ]  # fmt: skip
-    assert names(env.process_env_results_vllm) == [
-        "prompts", "completions", "states", "rewards", "processing_class", "max_seq_len", "mask_env_responses",
-        "mask_truncated_completions", "zero_truncated_completions",
-    ]  # fmt: skip
-    assert names(env.make_dataset)[:5] == [
-        "results", "rollouts_per_example", "push_to_hf_hub", "hub_name", "state_columns",
-    ]  # fmt: skip
 
 
 # -- get_model_response ----------------------------------------------------------------------------------------

@@ -103,9 +103,3 @@ async def test_an_empty_dataset_makes_an_environment_and_gives_empty_results(
     results = await env.evaluate(client, "m")
     assert (results.completion, results.reward) == ([], [])
     assert len(vf.EnvGroup([env, vf.SingleTurnEnv(dataset=[{"question": "q"}])]).get_dataset()) == 1
-
-
-# -- functions that are awaited, and the order of a group's rows ----------------------------------------------------
-
-
-# -- calls by hand ------------------------------------------------------------------------------------------------

@@ -194,22 +194,6 @@ async def test_every_override_of_the_second_generation_is_called_sync_or_async(
     assert ([step["reward"] for step in state["trajectory"]], state["mine"]) == ([1.0, 1.0], 1)
 
 
-async def test_init_state_may_be_overridden_and_setup_state_comes_after_it(client: FakeClient, rows: Rows) -> None:
-    class Env(Talks):
-        async def init_state(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:  # noqa: A002
-            state = await super().init_state(input, client, model, sampling_args)
-            return {**state, "order": ["init"]}
-
-        async def setup_state(self, state: Any, **kwargs: Any) -> Any:
-            state["order"].append("setup")
-            return state
-
-    rollout = await run(Env(max_turns=1, dataset=rows), client)
-    assert rollout.state["order"] == ["init", "setup"]
-    completion, state = await Env(max_turns=1, dataset=rows).rollout(client, "m", ASK)
-    assert (state["order"], contents(completion)) == (["init", "setup"], ["re: start"])
-
-
 async def test_a_model_call_may_be_overridden_in_either_generations_way(client: FakeClient, rows: Rows) -> None:
     class First(Talks):
         async def get_model_response(self, client: Any, model: str, prompt: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -362,16 +346,6 @@ async def test_an_overlong_prompt_is_truncated_wherever_it_is_raised(client: Fak
     rollout = await run(Env(dataset=rows, rubric=vf.Rubric([lambda completion: 1.0])), client)
     assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)
     assert (rollout.state["error"], rollout.state["stop_condition"]) == (None, "prompt_too_long")
-
-
-async def test_a_rollout_that_ends_on_the_environments_reply_keeps_it(client: FakeClient, rows: Rows) -> None:
-    class Env(Talks):
-        async def is_completed(self, messages: Any, state: Any, **kwargs: Any) -> bool:
-            return messages[-1]["content"] == "more"
-
-    completion, state = await Env(dataset=rows).rollout(client, "m", ASK)
-    assert contents(completion) == ["re: start", "more"]
-    assert state["stop_condition"] == "is_completed"
 
 
 async def test_reward_functions_may_ask_the_same_server_and_are_not_trained_on(

@@ -12,14 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 import verifiers as vf
-from verifiers import loop_thread
 from verifiers.cli.evaluate import main
 from verifiers.interrupt import drained_by_signals
 from verifiers.loop_thread import LoopThread, running_function
@@ -173,43 +171,15 @@ def test_what_blocks_the_loop_of_a_thread_is_named_and_a_loop_that_runs_is_not_b
         thread.close()
 
 
-def test_time_for_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread = LoopThread(close_last=lambda: asyncio.sleep(0), failed=lambda error: None)
-    thread.start()
-    try:
-        later = time.monotonic() + 3600.0
-        monkeypatch.setattr(loop_thread, "time", SimpleNamespace(monotonic=lambda: later))
-        assert thread.blocked_by(60.0) is None
-        until = time.monotonic() + 20
-        while thread.blocked_by(60.0) is None and thread._ran_at < later and time.monotonic() < until:
-            time.sleep(0.05)
-        assert thread.blocked_by(60.0) is None
-    finally:
-        thread.close()
-
-
 class Work:
     """Work that `drained_by_signals` ends; it notes the request."""
 
-    drain_s, requested, exit_code, is_aborted = 1.0, False, 0, False
+    drain_s, requested, exit_code = 1.0, False, 0
 
     def drain(self) -> None:
         self.requested = True
 
-    def abort(self) -> None:
-        self.requested = self.is_aborted = True
-
-
-def test_a_hang_up_ends_work_at_once() -> None:
-    work = Work()
-
-    async def hang_up() -> None:
-        async with drained_by_signals("vf-eval", work, 60.0):
-            signal.raise_signal(signal.SIGHUP)
-            await asyncio.sleep(0.1)
-
-    asyncio.run(hang_up())
-    assert (work.exit_code, work.is_aborted) == (129, True)
+    abort = drain
 
 
 def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:

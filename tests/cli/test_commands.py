@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,44 +71,13 @@ def test_the_page_names_exactly_the_flags_that_the_command_has_with_their_defaul
 
 
 @pytest.mark.parametrize("command", ALL)
-def test_help_has_groups_each_default_once_and_two_examples_that_parse(command: str) -> None:
+def test_the_examples_of_the_help_parse(command: str) -> None:
     parser = parser_of(command)
-    text = parser.format_help()
-    options = text.partition("options:\n")[2].partition("\n\n")[0]
-    assert set(re.findall(r"--[\w-]+", options)) <= {"--help", "--version"}
-    for action in flags_of(command):
-        told = (action.help or "").count("(default:")
-        has_default = action.default not in (None, False, "{}", "") and action.default != []
-        assert told == 1 if has_default else told <= 1, action.option_strings
-    examples = text.rpartition("examples:\n")[2].strip("\n").splitlines()
-    assert len(examples) >= 2
-    for example in examples:
+    for example in parser.format_help().rpartition("examples:\n")[2].strip("\n").splitlines():
         given = shlex.split(re.split(r" [|>] |\)\"$", example)[0])
         assert " ".join(given).startswith(command)
         if command != "vf":
             parser.parse_known_args(given[len(command.split()) :])
-
-
-def test_a_short_flag_means_one_thing_in_all_commands() -> None:
-    meanings = defaultdict(set)
-    for command in ALL:
-        for action in flags_of(command):
-            for short in (name for name in action.option_strings if not name.startswith("--")):
-                meanings[short].add(action.option_strings[-1])
-    assert {short: names for short, names in meanings.items() if len(names) > 1} == {}
-    assert meanings["-p"] == {"--env-dir-path"}
-    assert meanings["-e"] == {"--endpoints-path"}
-    seeds = {c: a.help or "" for c in ALL for a in flags_of(c) if "--seed" in a.option_strings}
-    assert set(seeds) == {"vf-eval", "vf-serve"}
-    assert all("sampling seed" in text for text in seeds.values())
-
-
-@pytest.mark.parametrize("command", [name for name in ALL if name.startswith("vf")])
-def test_every_command_tells_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parser_of(command).parse_args(["--version"])
-    assert ended.value.code == 0
-    assert re.fullmatch(rf"{command} \d\S+\n", capsys.readouterr().out)
 
 
 # -- vf --------------------------------------------------------------------------------------------------------

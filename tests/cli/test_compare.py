@@ -74,18 +74,6 @@ def test_different_prompts_end_with_2_unless_told(
     assert "unpaired, 10 prompts against 12, 9 in common" in capsys.readouterr().out
 
 
-def test_failures_and_unfinished_runs_are_counted(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewards: dict[int, list[float | None]] = {n: [1.0] for n in range(10)}
-    broken = write_run(tmp_path / "d", {**rewards, 0: [None, None], 1: [None, 1.0]})
-    assert main([runs[0], broken]) == 0
-    shown = capsys.readouterr().out
-    assert "9 of 12 rollouts of 10 prompts scored, 3 failed, 8 missing" in shown
-    assert "9 prompts in pairs of 10 in common" in shown
-    assert "1 common prompts without a value in B" in shown
-
-
 def test_nothing_to_compare_ends_with_1(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = write_run(tmp_path / "e", {n: [None] for n in range(10)})
     assert main([runs[0], nothing]) == 1

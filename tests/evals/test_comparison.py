@@ -145,11 +145,6 @@ def test_a_verdict_needs_the_interval_and_the_p_value() -> None:
         assert comparison.verdict == "no difference shown"
 
 
-def test_what_the_runs_were_asked_differently_is_told() -> None:
-    comparison = compare_runs(run(HALF, model="m"), run(BETTER, model="n"))
-    assert comparison.settings == {"model": ("m", "n")}
-
-
 def test_a_comparison_is_strict_json() -> None:
     for pairing in ("same", "unpaired"):
         for metric in ("reward", "pass@3"):

@@ -14,14 +14,11 @@ from datasets import Dataset
 import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import Interruption, iter_requests, run_units
-from verifiers.evals.results import RolloutResults
-from verifiers.evals.summary import run_summary
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
-from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
 
 def environment(n: int = 20) -> vf.Environment:
@@ -166,33 +163,6 @@ async def test_a_mistake_of_the_user_ends_the_run_as_itself() -> None:
     env = Mistaken(eval_dataset=[{"question": "q", "answer": "a"}] * 3, rubric=vf.Rubric())
     with pytest.raises(ConfigError, match="mend it"):
         await run_units(runner_of(env, "4"), units_of(env), lambda rollout: None)
-
-
-def test_the_progress_counts_as_the_rollouts_themselves_would() -> None:
-    results = RolloutResults(redact=lambda text: text.replace("secret", "***"))
-    for example, generation, reward in ((0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.5), (1, 1, None)):
-        failed = reward is None
-        results.add_rollout(
-            Rollout(
-                RolloutKey(0, example, generation),
-                Outcome.TIMED_OUT if failed else Outcome.COMPLETED,
-                [],
-                [],
-                reward=reward,
-                metrics={} if failed else {"good": 2.0} if example else {},
-                failure=Failure("TimeoutError", "secret") if failed else None,
-                attempts=2,
-                timing=Timing(generation_s=1.5),
-                usage=Usage(3, 4),
-            )
-        )
-    summary = run_summary(results, {}, 9.0)
-    assert (summary["rollouts"], summary["prompts"], summary["retries"]) == (4, 2, 4)
-    assert summary["outcomes"] == {"completed": 3, "timed_out": 1}
-    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["seconds"]) == (12, 16, 9.0)
-    assert summary["rewards"]["reward"]["mean"] == results.mean_reward == 0.5
-    assert summary["rewards"]["good"]["mean"] == 2.0
-    assert results.commonest_failure() == ("TimeoutError: ***", 1)
 
 
 async def test_work_is_taken_from_a_long_list_only_when_there_is_room_for_it() -> None:

@@ -100,11 +100,6 @@ def test_metadata_that_is_no_regular_file_is_not_read(kind: str, tmp_path: Path)
         read_metadata(tmp_path)
 
 
-def test_a_directory_without_results_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no results\.jsonl; give the directory of a run"):
-        read_run(tmp_path)
-
-
 def test_the_last_of_several_lines_for_a_rollout_counts(tmp_path: Path) -> None:
     run = read_run(stored(tmp_path, rollout(0, 0, None), rollout(0, 0, 0.25)))
     assert [(row["reward"], row["error"]) for row in run.rows] == [(0.25, None)]
@@ -142,10 +137,6 @@ def test_reward_functions_have_columns_but_never_ours(tmp_path: Path) -> None:
     row = result_row(rollout(metrics={"good": 0.5, "reward": 7.0, "metrics": 8.0}))
     assert (row["reward"], row["good"]) == (1.0, 0.5)
     assert metrics_of(row) == {"good": 0.5, "reward": 7.0, "metrics": 8.0}
-
-
-def test_metrics_are_found_in_rows_that_only_have_columns() -> None:
-    assert metrics_of({"example_id": 0, "reward": 1.0, "good": 0.5, "note": "text", "flag": True}) == {"good": 0.5}
 
 
 def test_secrets_are_in_no_file(tmp_path: Path) -> None:

@@ -43,23 +43,33 @@ def clerk(body: dict[str, Any]) -> Any:
     return {"content": "", "tool_calls": [{"id": f"call_{name[1]}", "type": "function", "function": function}]}
 
 
-def test_vf_eval_runs_the_sdk_agent_against_an_endpoint(tmp_path: Path) -> None:
-    pytest.importorskip("agents", reason="needs openai-agents")
-    with FakeOpenAIServer(clerk) as server:
-        command = [str(AGENTS / "sdk_agent.py"), "-m", "fake", "-b", server.url, "-n", "8", "-r", "1"]
+def backwards(body: dict[str, Any]) -> str:
+    word = re.sub(".* ", "", body["messages"][-1]["content"])
+    return f"<answer>{word[::-1]}</answer>"
+
+
+def require_programs(agent: str) -> None:
+    if agent == "sdk_agent":
+        pytest.importorskip("agents", reason="needs openai-agents")
+    elif not (shutil.which("curl") and shutil.which("jq")):
+        pytest.skip("needs curl and jq")
+
+
+@pytest.mark.parametrize(("name", "answer", "calls"), [("sdk_agent", clerk, 2), ("shell_agent", backwards, 1)])
+def test_vf_eval_runs_the_agent_against_an_endpoint(name: str, answer: Any, calls: int, tmp_path: Path) -> None:
+    require_programs(name)
+    with FakeOpenAIServer(answer) as server:
+        command = [str(AGENTS / f"{name}.py"), "-m", "fake", "-b", server.url, "-n", "4", "-r", "1"]
         assert evaluate.main([*command, "--output-dir", str(tmp_path)]) == 0
-        assert len(server.requests) == 16
+        assert len(server.requests) == 4 * calls
     [path] = tmp_path.rglob("results.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["outcome"], row["reward"]) for row in rows] == [("completed", 1.0)] * 8
+    assert [(row["outcome"], row["reward"]) for row in rows] == [("completed", 1.0)] * 4
 
 
 @pytest.mark.parametrize("name", ["sdk_agent", "shell_agent"])
 def test_vf_train_trains_the_agent(name: str, tmp_path: Path) -> None:
-    if name == "sdk_agent":
-        pytest.importorskip("agents", reason="needs openai-agents")
-    elif not (shutil.which("curl") and shutil.which("jq")):
-        pytest.skip("needs curl and jq")
+    require_programs(name)
     pytest.importorskip("verifiers_embedded", reason="needs the embedded server")
     from verifiers.cli import train
     from verifiers.train.tiny_model.char_model import make_model

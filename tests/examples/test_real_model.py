@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,63 +71,3 @@ def test_an_adapter_of_the_real_model_is_trained_and_served(
         env = vf.load_environment("corrections", num_eval=4)
         results = env.evaluate_sync(server.url, "corrections", sampling_args={"max_tokens": 64})
     assert None not in results.reward
-
-
-RESUMED = """
-[environment]
-id = "structured-output"
-args = { level = 1, num_train = 64, num_eval = 2 }
-
-[model]
-path = "smollm2"
-
-[lora]
-r = 16
-
-[trainer]
-output_dir = "run"
-max_steps = 3
-learning_rate = 6e-4
-per_device_train_batch_size = 8
-gradient_accumulation_steps = 1
-num_generations = 4
-max_completion_length = 16
-num_eval_prompts = 2
-eval_strategy = "steps"
-eval_steps = 3
-save_strategy = "steps"
-save_steps = 1
-logging_steps = 1
-"""
-
-
-def losses(directory: Path) -> dict[int, float]:
-    path = directory / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_real_model_killed_while_it_trains_goes_on_with_the_same_losses(smollm2: Path, tmp_path: Path) -> None:
-    def start(name: str) -> subprocess.Popen[bytes]:
-        directory = tmp_path / name
-        directory.mkdir(exist_ok=True)
-        if not (directory / "smollm2").exists():
-            (directory / "smollm2").symlink_to(smollm2)
-        (directory / "run.toml").write_text(RESUMED)
-        command = [sys.executable, "-m", "verifiers.cli.train", "run.toml"]
-        with open(directory / "log", "ab") as log:
-            return subprocess.Popen(command, cwd=directory, stdout=log, stderr=log)
-
-    assert start("whole").wait() == 0
-    killed = start("killed")
-    while 2 not in losses(tmp_path / "killed"):
-        assert killed.poll() is None, (tmp_path / "killed" / "log").read_text()
-        time.sleep(0.02)
-    killed.kill()
-    killed.wait()
-    assert start("killed").wait() == 0
-    whole = losses(tmp_path / "whole")
-    assert [*whole] == [1, 2, 3]
-    assert losses(tmp_path / "killed") == pytest.approx(whole, abs=1e-4)

@@ -28,7 +28,7 @@ def make_row(example: int, generation: int, **fields: Any) -> dict[str, Any]:
     length = rng.randint(20, 300) + (100 if not right else 0)
     thought = " ".join(rng.choice(WORDS) for _ in range(length // 3))
     said = " ".join(rng.choice(WORDS) for _ in range(length // 4))
-    return {
+    row = {
         "example_id": example,
         "generation": generation,
         "prompt": [
@@ -46,10 +46,10 @@ def make_row(example: int, generation: int, **fields: Any) -> dict[str, Any]:
         "scoring_ms": 0.5,
         "prompt_tokens": 60,
         "completion_tokens": length,
-        "right": float(right),
-        "brief": round(1 - length / 500, 4),
-        **fields,
     }
+    measured = {"right": float(right), "brief": round(1 - length / 500, 4)}
+    measured |= {name: value for name, value in fields.items() if name not in row}
+    return {**row, "metrics": measured, **fields}
 
 
 def failed_row(example: int, generation: int) -> dict[str, Any]:

@@ -115,26 +115,6 @@ def test_waiting_for_what_never_happens_ends_at_its_deadline() -> None:
         server.wait_until(lambda seen: seen.request_count == 1, timeout_s=0.01)
 
 
-def test_weight_routes_record_calls_and_set_the_version() -> None:
-    with FakeOpenAIServer("x", route_faults={"/collective_rpc": [None, Fault(500)]}) as server:
-        root = server.root_url
-        reload_call = {"method": "reload_weights", "kwargs": {"weights_path": "/somewhere"}}
-        assert post(f"{root}/pause?mode=keep") == (200, {"status": "paused"})
-        assert server.paused
-        assert post(f"{root}/collective_rpc", reload_call) == (200, {"results": [None]})
-        assert post(f"{root}/update_weight_version", {"new_version": "7"})[0] == 200
-        assert post(f"{root}/update_weight_version", {"version": 8})[0] == 400
-        assert post(f"{root}/resume") == (200, {"status": "resumed"})
-        assert post(f"{root}/collective_rpc", reload_call)[0] == 500
-        with urllib.request.urlopen(f"{root}/weight_info", timeout=10) as answer:
-            assert json.load(answer)["weight_version"] == "7"
-    assert server.weight_version == 7
-    paths = [call.path for call in server.weight_calls]
-    assert paths[:2] == ["/pause", "/collective_rpc"]
-    assert server.weight_calls[0].query == {"mode": "keep"}
-    assert server.weight_calls[1].body == reload_call
-
-
 def test_a_script_that_raises_is_a_500_and_is_kept() -> None:
     def broken(body: dict[str, Any]) -> str:
         raise ValueError("no such task")

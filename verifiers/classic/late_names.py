@@ -98,11 +98,9 @@ class ToolDef(Record):
         (self["function"] if name in TOOL_FIELDS else self)[name] = value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field, of either form."""
         return self[name] if name in self or name in TOOL_FIELDS else default
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
-        """Return name, description, parameters and strict."""
         return {name: self[name] for name in TOOL_FIELDS}
 
 
@@ -155,7 +153,6 @@ async def maybe_semaphore(limit: int | None = None) -> contextlib.AbstractAsyncC
 
 
 def concat_messages(parts: Iterable[Iterable[Any]]) -> list[Any]:
-    """Return the messages of several conversations as one list."""
     return list(itertools.chain.from_iterable(parts))
 
 
@@ -239,7 +236,6 @@ class MultiTurnMonitorRubric(Rubric):
         self.add_metric(self.num_turns)
 
     async def num_turns(self, state: State) -> float:
-        """Count the policy's answers."""
         return float(len(state["trajectory"]))
 
 
@@ -252,7 +248,6 @@ class SandboxMonitorRubric(Rubric):
         self.add_metric(self.sandbox_command_execution_time)
 
     async def sandbox_ready_wait_time(self, state: State) -> float:
-        """Return the seconds until the sandbox was open."""
         return float(state["sandbox_state"]["ready_wait_time"])
 
     async def sandbox_command_execution_time(self, state: State) -> float:
@@ -268,13 +263,11 @@ class ToolMonitorRubric(ToolRubric):
         super().__init__(tool_names, **kwargs)
 
     def add_tool_metric(self, tool_name: str) -> None:
-        """Count the calls of one more tool."""
         if tool_name not in self.tool_names:
             self.tool_names.append(tool_name)
             self.add_metric(self.get_tool_call_count_func(tool_name))
 
     def remove_tool_metric(self, tool_name: str) -> None:
-        """Stop counting the calls of a tool."""
         if tool_name in self.tool_names:
             self.tool_names.remove(tool_name)
             place = self.get_reward_func_names().index(f"{tool_name}_calls")

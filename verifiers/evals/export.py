@@ -16,8 +16,7 @@ import contextlib
 import csv
 import io
 import json
-import os
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -30,8 +29,6 @@ from verifiers.evals.store import RESULTS, StoredRun, json_line, metrics_of, rea
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMATS = ("csv", "jsonl", "hf", "sft", "preference", "inspect")
-
 _PLAIN = ("example_id", "generation", "task", "outcome", "reward", "error")
 _COUNTS = ("generation_ms", "scoring_ms", "prompt_tokens", "completion_tokens", "turns", "attempts")
 
@@ -43,14 +40,12 @@ def export_run(
     *,
     threshold: float | None = None,
 ) -> tuple[Path, int]:
-    """Write a run in one of `FORMATS`; return the path written to, and how many rows.
+    """Write a run in one of the forms above; return the path written to, and how many rows.
 
     `target` is a file, for "hf" a directory, and must not be there yet. `threshold` is for "sft" the reward that the
     best rollout must have at least (default 1), for "preference" the least difference between best and worst.
     """
     path = Path(target)
-    if kind not in FORMATS:
-        raise ConfigError(f"the format is {kind!r}; there are {', '.join(FORMATS)}.")
     if path.exists():
         raise ConfigError(f"{str(path)!r} is there already; give another file.")
     if not run.rows:
@@ -85,13 +80,9 @@ def to_dataset(run: StoredRun) -> Dataset:
 
 def save_dataset(directory: str | Path, target: str | Path) -> Path:
     """Save the run in `directory` as a datasets directory, in the place of an older one."""
-    path = Path(target)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
-        fresh = Path(temporary) / "new"
-        _save(to_dataset(read_run(directory)), fresh)
-        if path.exists():
-            os.replace(path, Path(temporary) / "old")
-        os.replace(fresh, path)
+    path, dataset = Path(target), to_dataset(read_run(directory))
+    shutil.rmtree(path, ignore_errors=True)
+    _save(dataset, path)
     return path
 
 
@@ -247,15 +238,14 @@ def _harmless(value: Any) -> Any:
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
     """Write a file in one step, so that a run of the disk's space leaves none that is half there."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with partial.open("wb") as file:
                 write(file)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
+            partial.replace(path)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error

@@ -35,29 +35,6 @@ from verifiers.types import Outcome
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
 
-COLUMNS = (
-    "example_id",
-    "generation",
-    "prompt",
-    "completion",
-    "answer",
-    "task",
-    "info",
-    "outcome",
-    "reward",
-    "error",
-    "generation_ms",
-    "scoring_ms",
-    "prompt_tokens",
-    "completion_tokens",
-    "turns",
-    "attempts",
-    "refusal",
-    "tool_call_errors",
-    "metrics",
-)
-"""Columns of results.jsonl; every further one is a reward function's value."""
-
 _NUMBERS = ("reward", "generation_ms", "scoring_ms", "prompt_tokens", "completion_tokens", "turns", "attempts")
 _LONGEST_ERROR = 1000
 _DEEPEST = 50
@@ -162,10 +139,8 @@ def require_whole(directory: Path, row: Mapping[str, Any]) -> None:
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return each reward function's value in a row: its column `metrics`, or else every column not in `COLUMNS`."""
-    found = row.get("metrics")
-    if not isinstance(found, Mapping):
-        found = {name: value for name, value in row.items() if name not in COLUMNS}
+    """Return each reward function's value in a row: the finite numbers of its column `metrics`."""
+    found = row.get("metrics") or {}
     return {name: number for name, value in found.items() if (number := finite(value)) is not None}
 
 

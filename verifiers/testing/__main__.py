@@ -6,8 +6,8 @@ There is no model behind it: it answers what it was told to. Scores against it s
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
@@ -101,15 +101,10 @@ def _listed(file: Path) -> Answers:
 
 
 def _function(file: Path) -> Answers:
-    spec = importlib.util.spec_from_file_location("verifiers_testing_script", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        answer: Any = runpy.run_path(str(file)).get("answer")
     except Exception as error:
         raise ConfigError(f"the script {str(file)!r} failed: {type(error).__name__}: {error}.") from error
-    answer: Any = getattr(module, "answer", None)
     if not callable(answer):
         raise ConfigError(f"the script {str(file)!r} has no function answer(request).")
     function: Answers = answer

@@ -14,17 +14,6 @@ from verifiers.inference.wire import WireObject, request_body
 from verifiers.testing.faults import Fault, Faults, fault_schedule
 from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
 
-# openai's exception for each status; 500 and above is InternalServerError
-_STATUS_ERRORS = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    409: "ConflictError",
-    422: "UnprocessableEntityError",
-    429: "RateLimitError",
-}
-
 
 class FakeClient:
     """A client with `chat.completions.create` and `completions.create`; answers are objects with `model_dump()`.
@@ -127,9 +116,10 @@ async def _fail(fault: Fault, base_url: str, timeout_s: Any) -> Any:
     if fault.kind == "disconnect":
         raise openai.APIConnectionError(request=request)
     response = http.Response(fault.status, text=fault.text, headers=fault.headers, request=request)
-    name = _STATUS_ERRORS.get(fault.status, "InternalServerError" if fault.status >= 500 else "APIStatusError")
+    kinds = {getattr(kind, "status_code", None): kind for kind in openai.APIStatusError.__subclasses__()}
+    kind = kinds.get(fault.status, openai.InternalServerError if fault.status >= 500 else openai.APIStatusError)
     message = f"Error code: {fault.status} - {fault.text}"
-    raise getattr(openai, name)(message, response=response, body=_error_body(fault.text))
+    raise kind(message, response=response, body=_error_body(fault.text))
 
 
 def _error_body(text: str) -> Any:

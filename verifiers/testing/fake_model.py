@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -73,8 +74,7 @@ class FakeEndpoint:
         answers = [self._answer(body) for _ in range(body.get("n") or 1)]
         return WireObject(response_body(body, answers, model=FAKE_MODEL, token_ids=False))
 
-    async def close(self) -> None:
-        """Do nothing: no connection is open."""
+    async def close(self) -> None: ...
 
     def _answer(self, body: Mapping[str, Any]) -> str | dict[str, Any]:
         asked = body.get("messages", body.get("prompt"))
@@ -252,20 +252,12 @@ def _referred(root: Any, reference: str) -> Any:
 
 
 def _number(schema: Mapping[str, Any], kind: str, rng: random.Random) -> float:
-    step = schema.get("multipleOf", 1)
-    low, high = schema.get("minimum"), schema.get("maximum")
-    if low is None and "exclusiveMinimum" in schema:
-        low = schema["exclusiveMinimum"] + (step if kind == "integer" else 1e-3)
-    if high is None and "exclusiveMaximum" in schema:
-        high = schema["exclusiveMaximum"] - (step if kind == "integer" else 1e-3)
-    if low is None:
-        low = 1 if high is None else high - 9 * step
-    if high is None:
-        high = low + 9 * step
-    if kind == "number" and "multipleOf" not in schema:
-        return low + round((high - low) * rng.random(), 2) if high - low >= 1 else low
-    first, last = -(-low // step), high // step
-    value = (first + int((last - first + 1) * rng.random())) * step
+    """Return one of the first ten steps within the schema's bounds."""
+    step = schema.get("multipleOf", 1 if kind == "integer" else 1e-3)
+    high = schema.get("maximum", schema.get("exclusiveMaximum", math.inf) - step)
+    low = schema.get("minimum", schema.get("exclusiveMinimum", min(0, high - 9 * step)) + step)
+    first = math.ceil(low / step)
+    value = rng.randint(first, math.floor(min(high / step, first + 9))) * step
     return int(value) if kind == "integer" else value
 
 

@@ -166,15 +166,6 @@ async def test_rollouts_come_back_in_order_under_the_limit(env: vf.SingleTurnEnv
     assert client.max_in_flight == 20
 
 
-async def test_the_environments_sampling_arguments_are_used_unless_told_otherwise(
-    rows: Rows, client: FakeClient
-) -> None:
-    env = vf.SingleTurnEnv(dataset=rows, sampling_args={"temperature": 0.1, "top_p": 0.9})
-    await env.run_rollouts(client, "m", prompts_of(1), [""], sampling_args={"temperature": 0.5})
-    body = client.requests[0].body
-    assert (body["temperature"], body["top_p"], body["n"]) == (0.5, 0.9, 1)
-
-
 async def test_an_environments_own_exception_is_raised_and_the_others_are_cancelled(rows: Rows) -> None:
     class Breaks(vf.SingleTurnEnv):
         async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
