@@ -291,19 +291,13 @@ class Routes:
 
 
 def _sample(row: Row) -> dict[str, Any]:
-    system_prompt, prompt = split_prompt(row.prompt)
-    if prompt is None:
+    sample = _sample2(row)
+    if sample["prompt"] is None:
         raise RequestError(
             f"sample {row.sample_id!r} is a conversation, which version 1 cannot carry; use /v2/sample",
             code="needs_version_2",
         )
-    return {
-        "sample_id": row.sample_id,
-        "dataset_id": row.sample_id.rpartition(":")[0],
-        "system_prompt": system_prompt,
-        "prompt": prompt,
-        "metadata": dict(row.shown),
-    }
+    return {name: sample[name] for name in ("sample_id", "dataset_id", "system_prompt", "prompt", "metadata")}
 
 
 def _sample2(row: Row) -> dict[str, Any]:

@@ -74,12 +74,8 @@ async def running(loaded: Loaded, listener: socket.socket, token: str | None = N
         await runner.cleanup()
 
 
-def serve(loaded: Loaded, listener: socket.socket, token: str | None, port_file: Path | None) -> int:
+async def serve(loaded: Loaded, listener: socket.socket, token: str | None, port_file: Path | None) -> int:
     """Serve until a signal comes; returns the exit code: 0 after SIGTERM, 130 after Ctrl-C."""
-    return asyncio.run(_serve(loaded, listener, token, port_file))
-
-
-async def _serve(loaded: Loaded, listener: socket.socket, token: str | None, port_file: Path | None) -> int:
     ended = end_by_signals()
     async with running(loaded, listener, token) as url:
         _announce(loaded, listener, url, token)
