@@ -161,8 +161,7 @@ class Routes:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /inference/v1/generate: token ids in and out, under vLLM's names."""
         asked = parse(TokenRequest, await read_json(request))
-        if asked.model:
-            self._check_model(asked.model)
+        self._check_model(asked.model or None)
         jobs = self._jobs(asked.sampling_params, asked.token_ids, "token_ids")
         if asked.stream:
             return await self._stream(request, asked, jobs, TokenWriter(asked, self._text))
@@ -171,19 +170,17 @@ class Routes:
     async def derender(self, request: web.Request) -> web.Response:
         """POST /v1/chat/completions/derender: what /inference/v1/generate answered, as a chat completion."""
         asked = parse(DerenderRequest, await read_json(request))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._check_model(asked.model)
         return web.json_response(derendered(asked, self._model_name, self._text))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize: the ids of a prompt, or of messages as the chat template renders them."""
         asked = parse(TokenizeRequest, await read_json(request))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._check_model(asked.model)
         if asked.prompt is not None:
             ids = await self._encode(asked.prompt, asked.add_special_tokens)
         else:
-            ids, _ = await self._render(asked.conversation)
+            ids, _ = await self._render(asked)
         answer = {"count": len(ids), "max_model_len": self._loaded.max_model_len, "tokens": ids}
         names = [self._text.token(token)[0] for token in ids] if asked.return_token_strs else None
         return web.json_response({**answer, "token_strs": names})
@@ -191,8 +188,7 @@ class Routes:
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize: the text of token ids, special tokens included."""
         asked = parse(DetokenizeRequest, await read_json(request))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._check_model(asked.model)
         return web.json_response({"prompt": self._text.decode_all(asked.tokens)})
 
     async def models(self, request: web.Request) -> web.Response:
@@ -427,8 +423,8 @@ class Routes:
             **({} if self._loaded.images is None else {"image_reader": self._loaded.images.reader}),
         }
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model_name):
             raise ApiError(
                 f"The model {name!r} does not exist; this server holds {self._model_name!r}",
                 status=404,
