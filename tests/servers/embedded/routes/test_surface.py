@@ -219,12 +219,6 @@ async def test_text_and_conversations_are_tokenized_and_back(start: Any) -> None
     assert (await server.post("/detokenize", {"tokens": [-1]}))[0] == 400
 
 
-async def test_a_model_is_described_by_its_name(start: Any) -> None:
-    server = await start()
-    assert (await server.get("/v1/models/m"))[1]["id"] == "m"
-    assert (await server.get("/v1/models/org/other"))[0] == 404
-
-
 async def test_metrics_count_what_was_done(start: Any) -> None:
     server = await start()
     answer = await server.chat(n=2, ignore_eos=True)
