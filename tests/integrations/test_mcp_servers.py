@@ -24,7 +24,6 @@ from mcp_world import (
     Servers,
     calls,
     environment,
-    is_alive,
     local,
     play,
     script,
@@ -34,6 +33,7 @@ from mcp_world import (
 
 import verifiers as vf
 from verifiers.integrations.mcp import MCPServerConfig
+from verifiers.server_process import process_lives
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome
 
@@ -135,7 +135,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
-        assert is_alive(pids.all[0])
+        assert process_lives(pids.all[0])
         parent.kill()
     pids.wait_until_gone()
 

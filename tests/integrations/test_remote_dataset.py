@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from remote_world import RecordingServer
 
 from verifiers.errors import ConfigError, GradingError, InfraError
@@ -21,12 +15,6 @@ from verifiers.integrations.dataserver_trl import RemoteRLDataset, remote_reward
 
 CADENCE = list(itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 4)))
 STEPS = 8
-
-
-@pytest.fixture
-def recorder() -> Iterator[RecordingServer]:
-    with RecordingServer() as server:
-        yield server
 
 
 def order_of(library: str, dataset: Any, group: int, prompts: int, repeats: int) -> list[int]:

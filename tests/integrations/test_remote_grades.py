@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from remote_world import RecordingServer
 
 from verifiers.errors import ConfigError, InfraError
@@ -30,12 +25,6 @@ from verifiers.integrations.dataserver import (
     encoded,
 )
 from verifiers.integrations.dataserver_trl import remote_reward
-
-
-@pytest.fixture
-def recorder() -> Iterator[RecordingServer]:
-    with RecordingServer() as server:
-        yield server
 
 
 def items(*sample_ids: str, text: str = "x") -> list[dict[str, Any]]:
