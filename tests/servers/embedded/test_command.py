@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,7 @@ from verifiers_embedded.cli import main
 
 from verifiers.server_process import process_lives
 
-COMMAND = [sys.executable, "-m", "verifiers_embedded", "--threads", "1", "--port", "0"]
-
-
-@pytest.fixture
-def spawn() -> Iterator[Any]:
-    """Start processes, and end them with the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+COMMAND = ("verifiers_embedded", "--threads", "1")
 
 
 def call(url: str, body: Any = None) -> Any:
@@ -78,7 +55,7 @@ def test_it_says_where_it_listens_serves_and_ends_on_sigterm(run_command: Any, m
 def test_a_reload_that_hangs_stops_neither_answers_nor_the_end(
     spawn: Any, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = spawn("--model", str(model_dir), "--served-model-name", "policy")
+    process = spawn(*COMMAND, "--model", str(model_dir), "--served-model-name", "policy")
     url = process.stdout.readline().split()[-1]
     shutil.copy(model_dir / "model.safetensors", tmp_path)
     # every open of the file waits for its lease to end, as on a mount whose server is gone; the holder gets a signal
@@ -109,7 +86,7 @@ def test_ctrl_c_ends_the_command_with_130(run_command: Any, model_dir: Path) -> 
 @pytest.mark.slow
 def test_no_orphan_survives_its_parent(spawn: Any, model_dir: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = spawn("--model", str(model_dir), "--parent-pid", str(parent.pid))
+    process = spawn(*COMMAND, "--model", str(model_dir), "--parent-pid", str(parent.pid))
     process.stdout.readline()
     assert process.poll() is None
     parent.kill()
