@@ -66,7 +66,7 @@ def test_a_stdio_server_ends_with_its_event_loop(pids: Pids) -> None:
             assert len(pids.all) == runs
             # the end of the loop, without a teardown, ends the server
             pids.wait_until_gone()
-        assert [len(request.body["tools"]) for request in server.requests] == [10] * 4
+        assert [len(request.body["tools"]) for request in server.requests] == [9] * 4
 
 
 async def test_teardown_ends_the_servers_of_other_loops_too(servers: Servers) -> None:
