@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -61,10 +59,7 @@ class Routes:
         self._sizes = {name: len(rows) for name, rows in datasets.items()}
         self._sampler = Sampler(self._curriculum, self._sizes)
         self._metrics = Metrics()
-        self._grading = 0
         self._ending = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def app(self) -> web.Application:
         """Return the application, for a runner with handler_cancellation, so that disconnects end grading."""
@@ -237,23 +232,7 @@ class Routes:
         """Refuse from now on requests that lack a grade, so that clients send them again."""
         self._ending = True
 
-    async def until_idle(self, timeout_s: float) -> None:
-        """Wait until nothing is being graded, or until the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-
     async def _grade(self, items: Sequence[GradeItem | GradeItem2]) -> list[Score]:
-        self._grading += 1
-        self._idle.clear()
-        try:
-            return await self._scores(items)
-        finally:
-            self._grading -= 1
-            if not self._grading:
-                self._idle.set()
-
-    async def _scores(self, items: Sequence[GradeItem | GradeItem2]) -> list[Score]:
         self._check_count("items", len(items))
         places = [self._place(item.sample_id) for item in items]
         rows = dict(zip(places, await self._rows(places), strict=True))
