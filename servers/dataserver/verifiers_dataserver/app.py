@@ -19,7 +19,7 @@ from verifiers_dataserver.grading.graders import Task, split_prompt
 from verifiers_dataserver.grading.rewards import Rewards
 from verifiers_dataserver.http import RequestError, answer_errors, read_request, token_required
 from verifiers_dataserver.metrics import Metrics
-from verifiers_dataserver.openapi import describe
+from verifiers_dataserver.openapi import Route, describe
 from verifiers_dataserver.sampling import Sampler
 from verifiers_dataserver.scores import Score
 from verifiers_dataserver.tasks import Completion, Row
@@ -67,21 +67,24 @@ class Routes:
         if self._token is not None:
             middlewares.append(token_required(self._token))
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=middlewares)
-        app.add_routes(
-            [
-                web.get("/meta", self.meta),
-                web.post("/sample", self.sample),
-                web.post("/grade", self.grade),
-                web.get("/v2/meta", self.meta2),
-                web.post("/v2/sample", self.sample2),
-                web.post("/v2/rows", self.rows2),
-                web.post("/v2/grade", self.grade2),
-                web.get("/health", self.health),
-                web.get("/metrics", self._metrics.show),
-                web.get("/openapi.json", self.openapi),
-            ]
-        )
+        for route in self._table:
+            getattr(app.router, f"add_{route.method}")(route.path, route.handler)
         return app
+
+    @property
+    def _table(self) -> list[Route]:
+        return [
+            Route("get", "/meta", self.meta),
+            Route("post", "/sample", self.sample, SampleRequest),
+            Route("post", "/grade", self.grade, GradeRequest, (503,)),
+            Route("get", "/v2/meta", self.meta2),
+            Route("post", "/v2/sample", self.sample2, SampleRequest2),
+            Route("post", "/v2/rows", self.rows2, RowsRequest),
+            Route("post", "/v2/grade", self.grade2, GradeRequest2, (503,)),
+            Route("get", "/health", self.health),
+            Route("get", "/metrics", self._metrics.show),
+            Route("get", "/openapi.json", self.openapi),
+        ]
 
     # -- about ----------------------------------------------------------------------------------------------
 
@@ -121,7 +124,7 @@ class Routes:
 
     async def openapi(self, request: web.Request) -> web.Response:
         keyed, largest = self._token is not None, self._server.max_batch
-        return web.json_response(describe(keyed=keyed, max_batch=largest, datasets=list(self._sizes)))
+        return web.json_response(describe(self._table, keyed=keyed, max_batch=largest, datasets=list(self._sizes)))
 
     # -- prompts --------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from verifiers_embedded.routes.events import (
 )
 from verifiers_embedded.routes.http import answer_errors, as_api_error, json_only, key_required, read_json
 from verifiers_embedded.routes.metrics import Metrics
-from verifiers_embedded.routes.openapi import openapi_route
+from verifiers_embedded.routes.openapi import FAILING, MODE, NAME, READING, Route, describe
 from verifiers_embedded.routes.requests import (
     ChatRequest,
     Conversation,
@@ -104,28 +104,35 @@ class Routes:
         if self._api_key is not None:
             middlewares.append(key_required(self._api_key))
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=middlewares)
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self.chat_completions),
-                web.post("/v1/completions", self.completions),
-                web.post("/inference/v1/generate", self.generate),
-                web.get("/v1/models", self.models),
-                web.get("/v1/models/{name:.+}", self.model),
-                web.post("/v1/chat/completions/derender", self.derender),
-                web.post("/tokenize", self.tokenize),
-                web.post("/detokenize", self.detokenize),
-                web.get("/health", self.health),
-                web.get("/metrics", self._metrics.show),
-                openapi_route(keyed=self._api_key is not None),
-                web.post("/pause", json_only(self.pause)),
-                web.post("/resume", json_only(self.resume)),
-                web.get("/is_paused", self.is_paused),
-                web.post("/collective_rpc", json_only(self.collective_rpc)),
-                web.post("/update_weight_version", json_only(self.update_weight_version)),
-                web.get("/weight_info", self.weight_info),
-            ]
-        )
+        for route in self._table:
+            getattr(app.router, f"add_{route.method}")(route.path, route.handler)
         return app
+
+    @property
+    def _table(self) -> list[Route]:
+        return [
+            Route("post", "/v1/chat/completions", self.chat_completions, ChatRequest, READING, streams=True),
+            Route("post", "/v1/completions", self.completions, TextRequest, READING, streams=True),
+            Route("post", "/inference/v1/generate", self.generate, TokenRequest, READING, streams=True),
+            Route("post", "/v1/chat/completions/derender", self.derender, DerenderRequest, READING),
+            Route("post", "/tokenize", self.tokenize, TokenizeRequest, READING),
+            Route("post", "/detokenize", self.detokenize, DetokenizeRequest, READING),
+            Route("get", "/v1/models", self.models),
+            Route("get", "/v1/models/{name:.+}", self.model, statuses=(404,), parameters=(NAME,)),
+            Route("post", "/pause", json_only(self.pause), statuses=(400, *FAILING), parameters=(MODE,)),
+            Route("post", "/resume", json_only(self.resume), statuses=FAILING),
+            Route("get", "/is_paused", self.is_paused),
+            Route("post", "/collective_rpc", json_only(self.collective_rpc), ReloadRequest, READING),
+            Route("post", "/update_weight_version", json_only(self.update_weight_version), VersionRequest, READING),
+            Route("get", "/weight_info", self.weight_info),
+            Route("get", "/health", self.health, statuses=(503,)),
+            Route("get", "/metrics", self._metrics.show),
+            Route("get", "/openapi.json", self.openapi),
+        ]
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        document = await asyncio.to_thread(describe, self._table, keyed=self._api_key is not None)
+        return web.json_response(document)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         chat = parse(ChatRequest, await read_json(request))
