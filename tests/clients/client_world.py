@@ -1,10 +1,17 @@
-"""The clients' venv, and models that are taught what a chat template has them say; shared by these tests."""
+"""The clients' venvs and servers, and models that are taught what a chat template has them say."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import socket
 import string
-from collections.abc import Callable
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +24,7 @@ AIDER = ROOT / ".venv-clients" / "aider" / "bin"
 MLFLOW = ROOT / ".venv-clients" / "mlflow" / "bin"
 OPENENV = ROOT / ".venv-clients" / "openenv" / "bin"
 KEY = "a-key-of-the-tests"
+PROXY_KEY = "sk-a-key-of-the-proxy"
 LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 TEMPLATE = (
@@ -26,6 +34,44 @@ TEMPLATE = (
     "{{ c.function.arguments }}}</tool_call>{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
+
+
+@contextmanager
+def running(command: list[str], health: str, directory: Path, **environment: str) -> Iterator[str]:
+    """Run a server of another package on a free port; yield its address once it answers the path `health`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", directory / "log"
+    known = {"HOME": str(directory), "PATH": os.environ["PATH"], **environment}
+    with log.open("w") as output:
+        # its workers are processes of their own
+        server = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            cwd=directory,
+            env=known,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+    until = time.monotonic() + 120
+    try:
+        while not _answers(url + health):
+            assert server.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < until, log.read_text()[-6000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=30):
+            return True
+    except OSError:
+        return False
 
 
 def examples(rng: random.Random) -> list[tuple[str, str]]:

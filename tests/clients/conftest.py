@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from client_world import CLIENTS, KEY, LITELLM, taught_model
+from client_world import CLIENTS, KEY, LITELLM, PROXY_KEY, running, taught_model
 
 
 @pytest.fixture(scope="session")
@@ -92,41 +89,10 @@ def proxy(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         pytest.skip("the clients are not installed; run: make test-clients")
     directory = tmp_path_factory.mktemp("proxy")
     (directory / "config.yaml").write_text(PROXY.replace("SERVER", server))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        "HOME": str(directory),
-        "PATH": os.environ["PATH"],
-        "VF_TEST_KEY": KEY,
-        "VF_PROXY_KEY": "sk-a-key-of-the-proxy",
-        **LITELLM,
-    }
-    command = [str(CLIENTS / "litellm"), "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)]
-    log = directory / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--num_workers", "1"], cwd=directory, env=environment, stdout=output, stderr=output
-        )
-    url = f"http://127.0.0.1:{port}"
-    until = time.monotonic() + 60
-    try:
-        while not _answers(f"{url}/health/liveliness"):
-            assert process.poll() is None, log.read_text()[-6000:]
-            assert time.monotonic() < until, log.read_text()[-6000:]
-            time.sleep(0.2)
+    command = [str(CLIENTS / "litellm"), "--config", "config.yaml", "--num_workers", "1"]
+    keys = {"VF_TEST_KEY": KEY, "VF_PROXY_KEY": PROXY_KEY}
+    with running(command, "/health/liveliness", directory, **keys, **LITELLM) as url:
         yield url
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_world import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
-
-KEY = "a-key-of-the-tests"
 
 
 @pytest.mark.parametrize("name", ["openai_client", "litellm_client", "inspect_client"])

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from client_world import CLIENTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".venv-clients" / "bin"
 TOKEN = "a-token-of-the-tests"
 
 

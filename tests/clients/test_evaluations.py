@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from client_world import KEY, PROXY_KEY
 
 import verifiers as vf
 from verifiers.cli.evaluate import main
@@ -16,8 +17,6 @@ from verifiers.evals.store import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
-KEY = "a-key-of-the-tests"
-PROXY_KEY = "sk-a-key-of-the-proxy"
 GREEDY = {"temperature": 0, "max_tokens": 100}
 QUESTIONS = [f"What is {n} + {4 - n}?" for n in range(5)]
 

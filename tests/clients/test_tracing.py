@@ -6,11 +6,9 @@ import asyncio
 import json
 import marshal
 import os
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
 
 from chromium import opened_browser
-from client_world import MLFLOW, examples, taught_model
+from client_world import MLFLOW, examples, running, taught_model
 
 from verifiers import span_exporter
 from verifiers.cli.evaluate import main as evaluate
@@ -65,43 +63,15 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not (MLFLOW / "mlflow").exists():
         pytest.skip("MLflow is not installed; run: make test-clients")
     directory = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(MLFLOW / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{directory}/store.db", "--artifacts-destination", str(directory)]
-    quiet = {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "HOME": str(directory),
-        "PATH": f"{MLFLOW}:{os.environ['PATH']}",
-    }
-    log = directory / "log"
-    with log.open("w") as output:
-        # its workers are processes of their own
-        server = subprocess.Popen(command, cwd=directory, env=quiet, stdout=output, stderr=output, process_group=0)
-    url = f"http://127.0.0.1:{port}"
-    until = time.monotonic() + 120
-    try:
-        while not _answers(f"{url}/health"):
-            assert server.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < until, log.read_text()[-4000:]
-            time.sleep(0.3)
+    command = [str(MLFLOW / "mlflow"), "server", "--workers", "1", "--artifacts-destination", str(directory)]
+    command += ["--backend-store-uri", f"sqlite:///{directory}/store.db"]
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with running(command, "/health", directory, PATH=f"{MLFLOW}:{os.environ['PATH']}", **quiet) as url:
+        until = time.monotonic() + 120
         # its first answers to this route take longer than the end of a run waits
         while _seconds_of_a_span(url) > span_exporter.CLOSE_S:
             assert time.monotonic() < until
         yield url
-    finally:
-        os.killpg(server.pid, 15)
-        server.wait(timeout=30)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=30):
-            return True
-    except OSError:
-        return False
 
 
 def _seconds_of_a_span(mlflow: str) -> float:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
     from mcp_world import Pids, Servers
+    from remote_world import RecordingServer
 
 
 @pytest.fixture
@@ -28,6 +29,15 @@ def pids(tmp_path: Path) -> Iterator[Pids]:
     for pid in started.all:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def recorder() -> Iterator[RecordingServer]:
+    """Yield a scripted dataserver that keeps every request."""
+    from remote_world import RecordingServer
+
+    with RecordingServer() as server:
+        yield server
 
 
 @pytest.fixture

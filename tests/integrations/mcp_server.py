@@ -45,14 +45,6 @@ def build(name: str = "tools") -> MCPServer[Any]:
     def fail() -> str:
         raise ValueError("it is broken")
 
-    @server.tool(description="Ends the server.", structured_output=False)
-    def crash(if_missing: str = "") -> str:
-        if if_missing and os.path.exists(if_missing):
-            return "alive"
-        if if_missing:
-            open(if_missing, "w").close()
-        os._exit(3)
-
     @server.tool(description="Waits.", structured_output=False)
     async def wait(seconds: float) -> str:
         await asyncio.sleep(seconds)

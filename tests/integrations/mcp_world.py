@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 import socket
 import sys
 import threading
@@ -17,6 +15,7 @@ from verifiers.inference.server_pool import backend_for
 from verifiers.integrations.mcp import MCPConnection, MCPEnv, MCPServerConfig
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
+from verifiers.server_process import process_lives
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import RolloutKey
 
@@ -70,11 +69,12 @@ class Servers:
 
     async def client(self, connection: MCPConnection, stack: contextlib.AsyncExitStack, stderr: Any) -> Any:
         from mcp import Client
+        from mcp_server import build
 
         self.started += 1
         self.open += 1
         stack.callback(self._ended)
-        client = Client(load_script().build())
+        client = Client(build())
         call_tool = client.call_tool
         client.call_tool = lambda *args: self._call(call_tool, *args)  # type: ignore[method-assign]
         return client
@@ -90,15 +90,6 @@ class Servers:
 
     def _ended(self) -> None:
         self.open -= 1
-
-
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("mcp_test_server", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def stdio(pids: Pids, *flags: str, name: str = "tools", **fields: Any) -> MCPServerConfig:
@@ -117,20 +108,9 @@ class Pids:
 
     def wait_until_gone(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while alive := [pid for pid in self.all if is_alive(pid)]:
+        while alive := [pid for pid in self.all if process_lives(pid)]:
             assert time.monotonic() < deadline, f"still running: {alive}"
             time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    with contextlib.suppress(FileNotFoundError):
-        return not Path("/proc").exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 class HttpServer:
@@ -146,8 +126,9 @@ class HttpServer:
 
     def start(self) -> None:
         import uvicorn
+        from mcp_server import build
 
-        app = load_script().build().streamable_http_app()
+        app = build().streamable_http_app()
 
         async def noting(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http":

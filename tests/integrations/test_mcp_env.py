@@ -95,7 +95,7 @@ def test_tools_of_one_name_are_told_apart_by_their_servers(servers: Servers) -> 
 
 
 def test_tools_can_be_left_out_and_unknown_names_are_refused(servers: Servers) -> None:
-    assert "crash" not in environment(local(exclude_tools=["crash"])).connect()
+    assert "fail" not in environment(local(exclude_tools=["fail"])).connect()
     with pytest.raises(vf.ConfigError, match=r"has no tool 'ad'; did you mean add"):
         environment(local(tools=["ad"])).connect()
     assert servers.open == 0

@@ -24,7 +24,6 @@ from mcp_world import (
     Servers,
     calls,
     environment,
-    is_alive,
     local,
     play,
     script,
@@ -34,6 +33,7 @@ from mcp_world import (
 
 import verifiers as vf
 from verifiers.integrations.mcp import MCPServerConfig
+from verifiers.server_process import process_lives
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome
 
@@ -66,7 +66,7 @@ def test_a_stdio_server_ends_with_its_event_loop(pids: Pids) -> None:
             assert len(pids.all) == runs
             # the end of the loop, without a teardown, ends the server
             pids.wait_until_gone()
-        assert [len(request.body["tools"]) for request in server.requests] == [10] * 4
+        assert [len(request.body["tools"]) for request in server.requests] == [9] * 4
 
 
 async def test_teardown_ends_the_servers_of_other_loops_too(servers: Servers) -> None:
@@ -135,7 +135,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
-        assert is_alive(pids.all[0])
+        assert process_lives(pids.all[0])
         parent.kill()
     pids.wait_until_gone()
 

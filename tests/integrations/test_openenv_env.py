@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from openenv_server import OpenEnvServer
 
 import verifiers as vf
 from verifiers.inference.server_pool import backend_for
@@ -27,17 +25,6 @@ from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-OpenEnvServer = _load("openenv_server").OpenEnvServer
 MESSAGE_SCHEMA = {"properties": {"message": {"type": "string"}}, "required": ["message"]}
 
 
@@ -54,17 +41,11 @@ def environment(server: Any, **settings: Any) -> OpenEnvEnv:
     return OpenEnvEnv(server.url, **{"rubric": vf.Rubric(funcs=[earned]), "num_train_episodes": 5, **settings})
 
 
-@contextmanager
-def policy(answers: Any) -> Iterator[Any]:
-    with FakeOpenAIServer(answers) as server:
-        yield server
-
-
 async def play(env: OpenEnvEnv, answers: Any, seed: int = 0) -> Rollout:
     """One scored rollout, on the path of the trainer and the evaluator."""
     prompt = [{"role": "system", "content": "play"}]
     request = RolloutRequest(RolloutKey(0, 0, 0), prompt, info={"reset": {"seed": seed}})
-    with policy(answers) as server:
+    with FakeOpenAIServer(answers) as server:
         backend = backend_for(server.url)
         try:
             group = await Run(env, backend, "fake").run_group([request])
@@ -169,7 +150,7 @@ async def test_a_connection_lost_before_the_reset_is_made_again() -> None:
 
 
 async def test_rollouts_ask_a_full_server_again_instead_of_failing() -> None:
-    with OpenEnvServer(max_sessions=2) as server, policy(count_up) as model:
+    with OpenEnvServer(max_sessions=2) as server, FakeOpenAIServer(count_up) as model:
         env = environment(server, num_train_episodes=8)
         results = await env.a_evaluate(model.url, "fake")
         assert results.reward == [1.0 - 0.25 * seed for seed in range(8)]
@@ -299,7 +280,7 @@ async def test_rows_of_ones_own_give_reset_arguments_and_prompts() -> None:
         {"question": "Which digit?", "info": {"reset": {"seed": 3, "level": None}}},
         {"question": "And now?", "info": {"reset": {"seed": None, "level": "hard"}}},
     ]
-    with OpenEnvServer() as server, policy('{"guess": 3}') as model:
+    with OpenEnvServer() as server, FakeOpenAIServer('{"guess": 3}') as model:
         env = environment(server, dataset=rows, reset={"seed": 13}, headers={"X-Key": "k"}, system_prompt=None)
         results = await env.a_evaluate(model.url, "fake", max_concurrent=1)
         assert results.reward == [1.0, 1.0]
@@ -312,7 +293,7 @@ async def test_rows_of_ones_own_give_reset_arguments_and_prompts() -> None:
 
 
 def test_five_rollouts_at_once_also_from_a_loop_after_the_first() -> None:
-    with OpenEnvServer(max_sessions=5) as server, policy(count_up) as model:
+    with OpenEnvServer(max_sessions=5) as server, FakeOpenAIServer(count_up) as model:
         env = environment(server)
         for _ in range(2):
             results = env.evaluate_sync(model.url, "fake")

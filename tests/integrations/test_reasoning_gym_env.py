@@ -152,14 +152,22 @@ async def test_an_answer_that_makes_the_scorer_raise_scores_nothing_and_is_count
 
 
 @pytest.mark.parametrize(
-    ("error", "harmless"),
-    [(WorkerError("died"), False), (vf.SandboxError("no namespaces"), True), (vf.WorkerTimeoutError("late"), None)],
+    ("error", "scores_empty_answers", "reward"),
+    [
+        (WorkerError("died"), False, None),
+        (vf.SandboxError("no namespaces"), False, None),
+        # these two are the answer's doing
+        (WorkerError("died"), True, 0.0),
+        (vf.WorkerTimeoutError("late"), False, 0.0),
+    ],
 )
 async def test_a_pool_that_cannot_work_is_a_failed_grade_and_never_a_zero(
-    error: Exception, harmless: bool | None, monkeypatch: pytest.MonkeyPatch
+    error: Exception, scores_empty_answers: bool, reward: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Pool:
         async def call(self, *arguments: Any, timeout_s: float) -> Any:
+            if scores_empty_answers and arguments[-1] == "":
+                return {"score": 0.01, "raised": ""}
             raise error
 
     monkeypatch.setattr(adapter, "scoring_pool", Pool)
@@ -168,26 +176,9 @@ async def test_a_pool_that_cannot_work_is_a_failed_grade_and_never_a_zero(
     row = env.get_dataset()[0]
     (rollout,) = await runner.play([RolloutRequest(RolloutKey(0, 0, 0), row["prompt"], info=row["info"])])
     await runner.score([rollout])
-    if harmless is None:
-        # this one is the answer's doing
-        assert (rollout.outcome, rollout.reward, rollout.metrics["scoring_timeout"]) == (Outcome.COMPLETED, 0.0, 1.0)
-    else:
-        assert (rollout.outcome, rollout.reward) == (Outcome.GRADING_ERROR, None)
-
-
-async def test_an_answer_that_ends_its_worker_scores_nothing_where_an_empty_one_does_no_harm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Pool:
-        async def call(self, *arguments: Any, timeout_s: float) -> Any:
-            if arguments[-1] != "":
-                raise WorkerError("died")
-            return {"score": 0.01, "raised": ""}
-
-    monkeypatch.setattr(adapter, "scoring_pool", Pool)
-    (state,) = await scored(env_of("countdown"), ["1"])
-    assert state["reward"] == 0.0
-    assert (state["metrics"]["scoring_timeout"], state["metrics"]["scorer_raised"]) == (1.0, 0.0)
+    outcome = Outcome.GRADING_ERROR if reward is None else Outcome.COMPLETED
+    assert (rollout.outcome, rollout.reward) == (outcome, reward)
+    assert reward is None or rollout.metrics["scoring_timeout"] == 1.0
 
 
 # -- answers that mean harm -------------------------------------------------------------------------------------

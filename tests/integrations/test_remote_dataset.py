@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from remote_world import RecordingServer
 
 from verifiers.errors import ConfigError, GradingError, InfraError
@@ -21,12 +15,6 @@ from verifiers.integrations.dataserver_trl import RemoteRLDataset, remote_reward
 
 CADENCE = list(itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 4)))
 STEPS = 8
-
-
-@pytest.fixture
-def recorder() -> Iterator[RecordingServer]:
-    with RecordingServer() as server:
-        yield server
 
 
 def order_of(library: str, dataset: Any, group: int, prompts: int, repeats: int) -> list[int]:
@@ -124,17 +112,9 @@ def test_blocks_of_other_lengths_than_an_update_keep_the_step(
     assert [body["optimizer_step"] for body in recorder.calls("/v2/sample")] == steps
 
 
-def test_sizes_that_do_not_divide_are_warned_of_with_both_numbers(
-    recorder: RecordingServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    dataset = RemoteRLDataset(recorder.url, per_device_train_batch_size=6, num_generations=4, max_steps=3)
-    assert "6 completions" in caplog.text
-    assert "num_generations=4" in caplog.text
-    assert len(dataset) == 3
-    for index in range(3):
-        dataset[index]
-    calls = [(body["generation_step"], body["batch_size"]) for body in recorder.calls("/v2/sample")]
-    assert calls == [(0, 1), (1, 1), (2, 1)]
+def test_sizes_that_do_not_divide_are_refused_with_both_numbers(recorder: RecordingServer) -> None:
+    with pytest.raises(ConfigError, match=r"6 completions.*num_generations=4"):
+        RemoteRLDataset(recorder.url, per_device_train_batch_size=6, num_generations=4, max_steps=3)
 
 
 def test_a_stage_that_ends_inside_a_block_holds_to_its_end_and_that_is_logged(

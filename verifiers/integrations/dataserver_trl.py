@@ -167,7 +167,14 @@ class RemoteRLDataset:
         self.accumulation = check_size("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.steps_per_generation = check_size("steps_per_generation", micro_steps, 1)
         self.micro_steps_per_block = self.steps_per_generation * check_size("num_iterations", num_iterations, 1)
-        self.prompts_per_block = self._prompts(check_size("num_processes", processes, 1))
+        completions = self.per_device * check_size("num_processes", processes, 1) * self.steps_per_generation
+        if completions % self.num_generations:
+            raise ConfigError(
+                f"a block of {completions} completions (per_device_train_batch_size={self.per_device} x {processes} "
+                f"devices x {self.steps_per_generation} micro-steps) does not divide into groups of "
+                f"num_generations={self.num_generations}, which TRL refuses, too; change one of these sizes."
+            )
+        self.prompts_per_block = completions // self.num_generations
         self._server = Dataserver(url, token_var, timeout_s, max_attempts)
         meta = self._server.meta()
         steps = meta.total_steps if max_steps is None else max_steps
@@ -254,22 +261,6 @@ class RemoteRLDataset:
                 row |= {name: sample[name] for name in ("sample_id", "dataset_id", "metadata")}
                 rows.append({**row, **drawn_for})
         return rows
-
-    def _prompts(self, processes: int) -> int:
-        completions = self.per_device * processes * self.steps_per_generation
-        prompts, rest = divmod(completions, self.num_generations)
-        if rest:
-            logger.warning(
-                "a block of %d completions (per_device_train_batch_size=%d x %d devices x %d micro-steps) does not "
-                "divide into groups of num_generations=%d: one prompt a generation step is fetched.",
-                completions,
-                self.per_device,
-                processes,
-                self.steps_per_generation,
-                self.num_generations,
-            )
-            return 1
-        return prompts
 
     def _block(self, block_id: int) -> PlannedBlock:
         return PlannedBlock(block_id, self.prompts_per_block, self._updates_per_block)

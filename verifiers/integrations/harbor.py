@@ -380,7 +380,7 @@ class _Trial:
         """Run the step's solution; return what it printed. Raises SandboxError where there is none."""
         if not (self.step.solution / "solve.sh").is_file():
             raise SandboxError(f"the task {self.task.name!r} has no solution/solve.sh, which the oracle runs.")
-        await self._copy("/solution", self.step.solution)
+        await self.container.copy_in(self.step.solution, "/solution")
         variables = {"DEBIAN_FRONTEND": "noninteractive", **resolved(self.task.table.solution.env)}
         if not os.access(self.step.solution / "solve.sh", os.X_OK):
             await self._as_root("chmod +x /solution/solve.sh")
@@ -391,7 +391,8 @@ class _Trial:
         step, container = self.step, self.container
         self._is_tested = True
         await self._as_root(_CLEAR)
-        await self._copy("/tests", *step.tests)
+        for folder in step.tests:
+            await container.copy_in(folder, "/tests")
         if not os.access(step.test, os.X_OK):
             await self._as_root("chmod +x /tests/test.sh")
         container.user = step.verifier_user
@@ -428,10 +429,6 @@ class _Trial:
             with contextlib.suppress(OSError):
                 artifacts[name] = (await self.container.read(name)).decode(errors="replace")
         return {"test_output": shortened("\n".join(self._outputs), max_chars), "artifacts": artifacts}
-
-    async def _copy(self, target: str, *sources: Path) -> None:
-        for source in sources:
-            await self.container.copy_in(source, target)
 
     async def _as_root(self, command: str) -> None:
         before, self.container.user = self.container.user, _ROOT

@@ -139,7 +139,6 @@ class TaskFile(_TaskSection):
 class TaskStep:
     """One instruction with its tests; a task without steps has one, in the task's own folder."""
 
-    name: str
     folder: Path
     instruction: str
     agent_timeout_s: float
@@ -258,7 +257,6 @@ def _steps(table: TaskFile, folder: Path) -> Iterator[TaskStep]:
         judge = step.verifier.user if step.verifier.user is not None else table.verifier.user
         least = step.min_reward
         yield TaskStep(
-            name=step.name,
             folder=own,
             instruction=instruction,
             agent_timeout_s=step.agent.timeout_sec or table.agent.timeout_sec or 3600.0,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +19,7 @@ from verifiers_dataserver.grading.graders import Task, split_prompt
 from verifiers_dataserver.grading.rewards import Rewards
 from verifiers_dataserver.http import RequestError, answer_errors, read_request, token_required
 from verifiers_dataserver.metrics import Metrics
-from verifiers_dataserver.openapi import describe
+from verifiers_dataserver.openapi import Route, describe
 from verifiers_dataserver.sampling import Sampler
 from verifiers_dataserver.scores import Score
 from verifiers_dataserver.tasks import Completion, Row
@@ -61,10 +59,7 @@ class Routes:
         self._sizes = {name: len(rows) for name, rows in datasets.items()}
         self._sampler = Sampler(self._curriculum, self._sizes)
         self._metrics = Metrics()
-        self._grading = 0
         self._ending = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def app(self) -> web.Application:
         """Return the application, for a runner with handler_cancellation, so that disconnects end grading."""
@@ -72,21 +67,24 @@ class Routes:
         if self._token is not None:
             middlewares.append(token_required(self._token))
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=middlewares)
-        app.add_routes(
-            [
-                web.get("/meta", self.meta),
-                web.post("/sample", self.sample),
-                web.post("/grade", self.grade),
-                web.get("/v2/meta", self.meta2),
-                web.post("/v2/sample", self.sample2),
-                web.post("/v2/rows", self.rows2),
-                web.post("/v2/grade", self.grade2),
-                web.get("/health", self.health),
-                web.get("/metrics", self._metrics.show),
-                web.get("/openapi.json", self.openapi),
-            ]
-        )
+        for route in self._table:
+            getattr(app.router, f"add_{route.method}")(route.path, route.handler)
         return app
+
+    @property
+    def _table(self) -> list[Route]:
+        return [
+            Route("get", "/meta", self.meta),
+            Route("post", "/sample", self.sample, SampleRequest),
+            Route("post", "/grade", self.grade, GradeRequest, (503,)),
+            Route("get", "/v2/meta", self.meta2),
+            Route("post", "/v2/sample", self.sample2, SampleRequest2),
+            Route("post", "/v2/rows", self.rows2, RowsRequest),
+            Route("post", "/v2/grade", self.grade2, GradeRequest2, (503,)),
+            Route("get", "/health", self.health),
+            Route("get", "/metrics", self._metrics.show),
+            Route("get", "/openapi.json", self.openapi),
+        ]
 
     # -- about ----------------------------------------------------------------------------------------------
 
@@ -126,7 +124,7 @@ class Routes:
 
     async def openapi(self, request: web.Request) -> web.Response:
         keyed, largest = self._token is not None, self._server.max_batch
-        return web.json_response(describe(keyed=keyed, max_batch=largest, datasets=list(self._sizes)))
+        return web.json_response(describe(self._table, keyed=keyed, max_batch=largest, datasets=list(self._sizes)))
 
     # -- prompts --------------------------------------------------------------------------------------------
 
@@ -237,23 +235,7 @@ class Routes:
         """Refuse from now on requests that lack a grade, so that clients send them again."""
         self._ending = True
 
-    async def until_idle(self, timeout_s: float) -> None:
-        """Wait until nothing is being graded, or until the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-
     async def _grade(self, items: Sequence[GradeItem | GradeItem2]) -> list[Score]:
-        self._grading += 1
-        self._idle.clear()
-        try:
-            return await self._scores(items)
-        finally:
-            self._grading -= 1
-            if not self._grading:
-                self._idle.set()
-
-    async def _scores(self, items: Sequence[GradeItem | GradeItem2]) -> list[Score]:
         self._check_count("items", len(items))
         places = [self._place(item.sample_id) for item in items]
         rows = dict(zip(places, await self._rows(places), strict=True))
@@ -291,19 +273,13 @@ class Routes:
 
 
 def _sample(row: Row) -> dict[str, Any]:
-    system_prompt, prompt = split_prompt(row.prompt)
-    if prompt is None:
+    sample = _sample2(row)
+    if sample["prompt"] is None:
         raise RequestError(
             f"sample {row.sample_id!r} is a conversation, which version 1 cannot carry; use /v2/sample",
             code="needs_version_2",
         )
-    return {
-        "sample_id": row.sample_id,
-        "dataset_id": row.sample_id.rpartition(":")[0],
-        "system_prompt": system_prompt,
-        "prompt": prompt,
-        "metadata": dict(row.shown),
-    }
+    return {name: sample[name] for name in ("sample_id", "dataset_id", "system_prompt", "prompt", "metadata")}
 
 
 def _sample2(row: Row) -> dict[str, Any]:

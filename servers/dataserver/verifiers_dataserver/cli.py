@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from verifiers_dataserver.config import load_configuration
+    from verifiers_dataserver.config import load_configuration, secret_in
 
     configuration = load_configuration(arguments.config)
     server = configuration.server
-    token = _token(arguments.token_var or server.token_var)
+    token = secret_in(arguments.token_var or server.token_var)
     if arguments.port_file is not None:
         # A parent that finds the file must be able to trust it.
         arguments.port_file.unlink(missing_ok=True)
@@ -84,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     port = arguments.port if arguments.port is not None else server.port
     # taken before anything is loaded: a port in use is found out at once
     with bind(host, port) as listener:
-        return serving.serve(serving.load(configuration), listener, token, arguments.port_file)
+        return asyncio.run(serving.serve(serving.load(configuration), listener, token, arguments.port_file))
 
 
 def description(loaded: Loaded) -> list[str]:
@@ -101,12 +100,3 @@ def description(loaded: Loaded) -> list[str]:
         until = "the end" if stage.until_step is None else f"{stage.until_step:,}"
         lines.append(f"{stage.name:<20}{until:>10}  {mix}")
     return lines
-
-
-def _token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "")
-    if not token:
-        raise ConfigError(f"the token's variable {variable!r} is not set, or empty; set it to a secret of your own.")
-    return token

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -273,7 +274,7 @@ def _check_arguments(where: str, arguments: dict[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{where}.environment.args.{name} is {short_repr(value)}, which is not JSON ({error}); "
+                f"{where}.environment.args.{name} is {value!r:.80}, which is not JSON ({error}); "
                 "give texts, numbers, lists and tables, a date in quotation marks."
             ) from None
 
@@ -309,9 +310,9 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "too_short":
         return f"{place} is empty; name at least one dataset."
     if first["type"] in ("model_type", "dict_type"):
-        return f"{place} is {short_repr(first['input'])}, but it must be a table of keys and values."
+        return f"{place} is {first['input']!r:.80}, but it must be a table of keys and values."
     message = first["msg"].removeprefix("Value error, ")
-    return f"{place} is {short_repr(first['input'])}: {message[:1].lower() + message[1:]}."
+    return f"{place} is {first['input']!r:.80}: {message[:1].lower() + message[1:]}."
 
 
 _TABLES: dict[str, type[BaseModel]] = {
@@ -331,12 +332,16 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     return list(by_parent.model_fields)
 
 
+def secret_in(variable: str | None) -> str | None:
+    """Return the token in an environment variable; None without one. Raises ConfigError where it is not set."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ConfigError(f"the token's variable {variable!r} is not set, or empty; set it to the secret.")
+    return token
+
+
 def _nearest(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
-
-
-def short_repr(value: Any) -> str:
-    """Return a value as a message quotes it, in at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

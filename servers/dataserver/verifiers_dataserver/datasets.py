@@ -209,9 +209,8 @@ def servable(source: Any, name: str, table: DatasetTable) -> Any:
 
 
 def prompts_of(source: Any, column: str) -> Iterator[Any]:
-    only = source.select_columns([column])
-    for start in range(0, len(only), _BATCH):
-        yield from only[start : start + _BATCH][column]
+    for batch in source.select_columns([column]).iter(_BATCH):
+        yield from batch[column]
 
 
 def _is_json(source: Any, column: str) -> bool:

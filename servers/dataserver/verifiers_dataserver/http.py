@@ -10,7 +10,6 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from verifiers.http_requests import has_key, read_body
-from verifiers_dataserver.config import short_repr
 
 log = logging.getLogger("verifiers_dataserver")
 
@@ -49,7 +48,7 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
         where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
         if first["type"] == "json_invalid":
             raise RequestError(f"the body is not valid JSON: {first['msg']}") from None
-        given = "" if first["type"] == "missing" else f" (given: {short_repr(first['input'])})"
+        given = "" if first["type"] == "missing" else f" (given: {first['input']!r:.80})"
         raise RequestError(f"{where or 'the body'}: {first['msg'].lower()}{given}") from None
 
 

@@ -1,16 +1,15 @@
-"""The OpenAPI description of the server's requests, from the same classes that read them."""
+"""Routes, and the OpenAPI description of their requests, from the same classes that read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from verifiers_dataserver import __version__
-from verifiers_dataserver.http import OPEN_PATHS
-from verifiers_dataserver.wire import GradeRequest, GradeRequest2, RowsRequest, SampleRequest, SampleRequest2
+from verifiers_dataserver.http import OPEN_PATHS, Handler
 
 _ERRORS = {
     400: "The body cannot be read, or asks for what is not there",
@@ -28,26 +27,25 @@ _ERROR = {
 }
 
 
-def describe(*, keyed: bool, max_batch: int, datasets: Sequence[str]) -> dict[str, Any]:
+class Route(NamedTuple):
+    """A route: its method in lower case, what it reads, and statuses beyond those of every body."""
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[BaseModel] | None = None
+    statuses: tuple[int, ...] = ()
+
+
+def describe(routes: Sequence[Route], *, keyed: bool, max_batch: int, datasets: Sequence[str]) -> dict[str, Any]:
     """Return the whole document, OpenAPI 3.1, with the limits and datasets of this server's configuration."""
-    kinds: list[type[BaseModel]] = [SampleRequest, GradeRequest, SampleRequest2, RowsRequest, GradeRequest2]
+    kinds = [route.body for route in routes if route.body is not None]
     _, found = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
     schemas = {**found["$defs"], "Error": _ERROR}
     _limit(schemas, max_batch, datasets)
-    paths = {
-        "/meta": _get(),
-        "/sample": _post("SampleRequest"),
-        "/grade": _post("GradeRequest", 503),
-        "/v2/meta": _get(),
-        "/v2/sample": _post("SampleRequest2"),
-        "/v2/rows": _post("RowsRequest"),
-        "/v2/grade": _post("GradeRequest2", 503),
-        "/health": _get(),
-        "/metrics": _get("text/plain"),
-        "/openapi.json": _get(),
-    }
+    paths = {route.path: {route.method: _operation(route)} for route in routes}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -85,18 +83,14 @@ def _ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _post(request: str, *more: int) -> dict[str, Any]:
-    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    responses = {str(status): _error(status) for status in (400, 413, *more)}
-    return {"post": {"requestBody": body, "responses": {"200": _done("application/json"), **responses}}}
-
-
-def _get(media: str = "application/json") -> dict[str, Any]:
-    return {"get": {"responses": {"200": _done(media)}}}
-
-
-def _done(media: str) -> dict[str, Any]:
-    return {"description": "Done", "content": {media: {}}}
+def _operation(route: Route) -> dict[str, Any]:
+    media = "text/plain" if route.path == "/metrics" else "application/json"
+    done = {"description": "Done", "content": {media: {}}}
+    if route.body is None:
+        return {"responses": {"200": done}}
+    body = {"required": True, "content": {"application/json": {"schema": _ref(route.body.__name__)}}}
+    refusals = {str(status): _error(status) for status in (400, 413, *route.statuses)}
+    return {"requestBody": body, "responses": {"200": done, **refusals}}
 
 
 def _error(status: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -23,7 +24,8 @@ class Sampler:
         self.curriculum = curriculum
         self.sizes = dict(sizes)
         self._asked: OrderedDict[int, int] = OrderedDict()
-        self._seeded: OrderedDict[int, Curriculum] = OrderedDict()
+        # what a curriculum has shuffled stays with it
+        self._seeded = functools.lru_cache(_REMEMBERED)(lambda seed: dataclasses.replace(curriculum, seed=seed))
         self._is_large = max(sizes.values()) > _INLINE_ROWS
 
     async def by_iteration(self, iteration: int, count: int) -> list[tuple[str, int]]:
@@ -97,13 +99,7 @@ class Sampler:
             raise RequestError(str(error)) from None
 
     def _with_seed(self, seed: int | None) -> Curriculum:
-        if seed is None or seed == self.curriculum.seed:
-            return self.curriculum
-        known = self._seeded.pop(seed, None) or dataclasses.replace(self.curriculum, seed=seed)
-        self._seeded[seed] = known
-        if len(self._seeded) > _REMEMBERED:
-            self._seeded.popitem(last=False)
-        return known
+        return self.curriculum if seed in (None, self.curriculum.seed) else self._seeded(seed)
 
 
 def _seed_of(seed: int, times: int) -> int:

@@ -23,7 +23,6 @@ from verifiers_dataserver.grading.rewards import Rewards
 
 _BACKLOG = 2048
 _FINISH_S = 3.0
-_SHUTDOWN_S = 1.0
 _START_S = 60.0
 
 
@@ -58,28 +57,22 @@ async def running(loaded: Loaded, listener: socket.socket, token: str | None = N
     routes = Routes(loaded.configuration, loaded.datasets, loaded.rewards, token)
     is_open = token is None and is_loopback_address(listener.getsockname()[0])
     names = is_loopback_host if is_open else None
-    runner = app_runner(routes.app(), names, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
+    runner = app_runner(routes.app(), names, handler_cancellation=True, shutdown_timeout=2 * _FINISH_S)
     await runner.setup()
-    site = web.SockSite(runner, listener, backlog=_BACKLOG)
     try:
-        await site.start()
+        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         yield url_of(listener)
     finally:
         routes.begin_end()
-        await site.stop()
-        await routes.until_idle(_FINISH_S)
-        # what is still being graded is to be asked for again
-        await loaded.rewards.close()
-        await routes.until_idle(_FINISH_S)
-        await runner.cleanup()
+        async with asyncio.TaskGroup() as tasks:
+            # it waits for requests under way, which without graders are answered that they be sent again
+            cleaning = tasks.create_task(runner.cleanup())
+            await asyncio.wait([cleaning], timeout=_FINISH_S)
+            await loaded.rewards.close()
 
 
-def serve(loaded: Loaded, listener: socket.socket, token: str | None, port_file: Path | None) -> int:
+async def serve(loaded: Loaded, listener: socket.socket, token: str | None, port_file: Path | None) -> int:
     """Serve until a signal comes; returns the exit code: 0 after SIGTERM, 130 after Ctrl-C."""
-    return asyncio.run(_serve(loaded, listener, token, port_file))
-
-
-async def _serve(loaded: Loaded, listener: socket.socket, token: str | None, port_file: Path | None) -> int:
     ended = end_by_signals()
     async with running(loaded, listener, token) as url:
         _announce(loaded, listener, url, token)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.parsers.parser import extract_boxed_answer
-
-AnswerFrom = str
-"""The part of a completion that is its answer: "text", "after_think", "boxed", or "xml:TAG"."""
 
 _PLACES = ("text", "after_think", "boxed")
 
@@ -32,9 +29,6 @@ class Row:
     info: Mapping[str, Any] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -52,7 +46,7 @@ def is_answer_from(how: str) -> bool:
     return how in _PLACES or (how.startswith("xml:") and how[4:].isidentifier())
 
 
-def answer_part(text: str, how: AnswerFrom) -> str:
+def answer_part(text: str, how: str) -> str:
     r"""Return the part of a completion that is its answer, without white space around it; "" where there is none.
 
     "after_think" takes what follows the last `</think>`, or the whole text without one; "boxed" what the last
@@ -65,11 +59,8 @@ def answer_part(text: str, how: AnswerFrom) -> str:
         return "" if boxed is text else boxed.strip()
     if how == "after_think":
         return text.rpartition("</think>")[2].strip()
-    return (part_between(text, how.removeprefix("xml:")) or "").strip()
-
-
-def part_between(text: str, tag: str) -> str | None:
-    """Return what stands between the last <tag> and the first </tag> after it. Always linear in the text."""
-    start = text.rfind(f"<{tag}>")
-    end = text.find(f"</{tag}>", start) if start >= 0 else -1
-    return text[start + len(tag) + 2 : end] if end >= 0 else None
+    # not by a pattern: this is linear in the text, whatever it holds
+    opening, closing = f"<{how[4:]}>", f"</{how[4:]}>"
+    start = text.rfind(opening)
+    end = text.find(closing, start) if start >= 0 else -1
+    return text[start + len(opening) : end].strip() if end >= 0 else ""

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     """Find out what cannot work before torch is imported, which takes seconds."""
     model = Path(arguments.model)
-    on_hub = not model.is_dir() and _is_hub_name(arguments.model)
+    on_hub = not model.is_dir() and _HUB_NAME.fullmatch(arguments.model) is not None
     if not (on_hub or model.is_dir()):
         raise StartError(
             f"--model {arguments.model!r} is not a directory, nor OWNER/NAME of a model on the hub; "
@@ -179,10 +179,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a whole number of at least 1")
     return value
-
-
-def _is_hub_name(text: str) -> bool:
-    return _HUB_NAME.fullmatch(text) is not None
 
 
 def _from_hub(name: str) -> Path:

@@ -67,9 +67,3 @@ class BrokenLogits(EmbeddedError, RuntimeError):
 
 class GrammarFailed(EmbeddedError, RuntimeError):
     """The grammar of one request left no token, or grew beyond its limits; other requests are not affected."""
-
-
-def short(value: Any) -> str:
-    """Return a value as it can stand in a sentence."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

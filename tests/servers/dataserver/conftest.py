@@ -71,16 +71,6 @@ def graded(*items: tuple[str, str]) -> list[dict[str, Any]]:
     ]
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def numbered(path: Path, count: int) -> Path:
-    """Rows "question 0" .. with the answers "answer 0" .."""
-    return write_rows(path, [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(count)])
-
-
 Serve = Callable[..., Awaitable[Client]]
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,16 @@ from verifiers.server_process import process_lives
 # processes that start in seconds take many on a busy machine
 pytestmark = pytest.mark.timeout(240)
 
-COMMAND = [sys.executable, "-m", "verifiers_dataserver"]
 
-
-@pytest.fixture
-def spawn() -> Iterator[Any]:
-    """Start servers, and end them with the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"listening on (http://\S+)$", line.strip())
-        if not found:
-            process.kill()
-            raise AssertionError(line + process.communicate()[1])
-        return process, found[1]
-
-    yield begin
-    for process in started:
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Return the address in the line that a server prints once it listens."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"listening on (http://\S+)$", line.strip())
+    if not found:
         process.kill()
-        process.communicate()
+        raise AssertionError(line + process.communicate()[1])
+    return found[1]
 
 
 def post(url: str, body: Any) -> Any:
@@ -107,7 +91,8 @@ def test_it_serves_until_a_signal_and_leaves_no_process_behind(
     spawn: Any, configuration: str, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     port_file = tmp_path / "port"
-    process, url = spawn(configuration, "--port-file", str(port_file))
+    process = spawn("verifiers_dataserver", configuration, "--port-file", str(port_file))
+    url = url_of(process)
     item = {"sample_id": "d:0", "completion": "x", "completion_index": 0}
     assert post(f"{url}/v2/grade", {"items": [item]})["results"][0]["reward"] == 0.5
     assert url.endswith(":" + port_file.read_text().strip())
@@ -129,7 +114,8 @@ def test_it_serves_until_a_signal_and_leaves_no_process_behind(
 @pytest.mark.slow
 def test_it_ends_when_its_parent_has_ended(spawn: Any, plain: str) -> None:
     parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process, _ = spawn(plain, "--parent-pid", str(parent.pid))
+    process = spawn("verifiers_dataserver", plain, "--parent-pid", str(parent.pid))
+    url_of(process)
     parent.communicate(b"\n")
     assert process.wait(timeout=30) == 0
 

@@ -264,7 +264,7 @@ async def test_what_the_end_of_the_server_breaks_off_is_to_be_sent_again(
     configure: Any, far: FarGrader, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no final error: the server that comes after it can grade it."""
-    monkeypatch.setattr(serving, "_FINISH_S", 0.2)
+    monkeypatch.setattr(serving, "_FINISH_S", 1.0)
     never = asyncio.Event()
     far.answer = lambda samples: never.wait()
     path = configure({"datasets": datasets(rows, "far"), "graders": {"far": {"http": far.url}}})

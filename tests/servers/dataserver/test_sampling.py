@@ -66,12 +66,6 @@ async def test_the_stage_follows_the_optimizer_step_and_not_the_block(serve: Any
     assert found == {"easy": 1, "hard": 3}
 
 
-async def test_blocks_cover_a_dataset_once_before_any_row_comes_again(serve: Any, configuration: Any) -> None:
-    server = await serve(configuration)
-    drawn = [name for block in range(2, 16) for name in await ids(server, block) if name.startswith("hard")]
-    assert sorted(drawn[:40]) == sorted({f"hard:{i}" for i in range(40)})
-
-
 async def test_a_part_of_a_block_is_what_the_plan_of_a_trainer_draws(
     serve: Any, configuration: Any, configure: Any
 ) -> None:

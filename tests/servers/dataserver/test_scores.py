@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verifiers_dataserver.grading.worker_functions import score_builtin
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import Completion, Row, answer_part, is_answer_from
 
@@ -70,16 +69,15 @@ def test_length_in_tokens_is_the_clients_and_one_that_is_missing_is_nobodys_zero
     assert score("length_cap", "x", tokens=15, max_tokens=10, zero_at=20) == pytest.approx(0.5)
     with pytest.raises(GradingError, match="completion_tokens is missing"):
         score("length_cap", "x", max_tokens=10)
-    row = Row("d:0", "?").as_json()
-    answer = score_builtin("length_cap", {"max_tokens": 10}, {"text": "x"}, row)
-    assert "completion_tokens" in answer["missing"]
 
 
-def test_what_a_row_lacks_is_an_error_and_not_a_wrong_answer() -> None:
-    with pytest.raises(GradingError):
-        score("json_schema", "{}")
+async def test_what_a_row_lacks_is_an_error_and_not_a_wrong_answer(serve: Any, tmp_path: Path) -> None:
     with pytest.raises(GradingError):
         score("category", "a", "c", categories=["a", "b"])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "q", "answer": "a"}))
+    server = await serve({"datasets": {"d": {"jsonl": "rows.jsonl", "graders": ["json_schema"]}}})
+    (failed,) = await server.grade(("d:0", "{}"))
+    assert (failed["reward"], "no info['schema']" in failed["error"]) == (None, True)
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILTIN) - {"json_schema"}))

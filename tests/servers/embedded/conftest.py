@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -26,12 +27,10 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 from tiny_models import two_role_tokenizer, write_random_qwen3
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.loading import LoadedModel, load_model
-from verifiers_embedded.routes.app import Routes
-from verifiers_embedded.text.prompts import ChatText
+from verifiers_embedded.serving import Service
 
-from verifiers.http_requests import app_runner, is_loopback_host
+from verifiers.server_process import bind, url_of
 
 torch.set_num_threads(1)
 
@@ -39,27 +38,11 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
-CONTEXT = 256
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer of one token a character, a few special tokens, and a chat template of two roles."""
-    return two_role_tokenizer(TEMPLATE)
-
-
-def make_model(directory: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2) -> Path:
-    """Write a random Qwen3 model whose distributions are far from flat, with its tokenizer."""
-    return write_random_qwen3(
-        directory,
-        character_tokenizer(),
-        seed=seed,
-        tie_word_embeddings=tied,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        head_dim=hidden // 4,
-        max_position_embeddings=CONTEXT,
-    )
+def make_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """Write a random Qwen3 model whose distributions are far from flat, with a tokenizer of characters."""
+    return write_random_qwen3(directory, two_role_tokenizer(TEMPLATE), seed=seed, tie_word_embeddings=tied)
 
 
 class Reference:
@@ -153,14 +136,9 @@ def byte_level_dir(long_dirs: dict[str, Path]) -> Path:
 class Server:
     """A server in this process, over real sockets on 127.0.0.1."""
 
-    def __init__(
-        self, base: str, engine: Engine, loaded: LoadedModel, session: aiohttp.ClientSession, text: ChatText
-    ) -> None:
-        self.base = base
-        self.engine = engine
-        self.loaded = loaded
-        self.session = session
-        self.text = text
+    def __init__(self, base: str, service: Service, session: aiohttp.ClientSession) -> None:
+        self.base, self.service, self.session = base, service, session
+        self.engine, self.loaded, self.text = service.engine, service.loaded, service.text
 
     async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
         async with self.session.post(self.base + path, json=body) as response:
@@ -169,6 +147,16 @@ class Server:
     async def get(self, path: str) -> tuple[int, Any]:
         async with self.session.get(self.base + path) as response:
             return response.status, await response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return every event of a stream, in order."""
+        async with self.session.post(self.base + path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            lines = [line.removeprefix(b"data: ").strip() async for line in response.content if line.strip()]
+        events = [json.loads(line) for line in lines if line != b"[DONE]"]
+        assert lines[-1] == b"[DONE]" or "error" in events[-1]
+        return events
 
     async def chat(self, content: Any = "hello", **fields: Any) -> dict[str, Any]:
         """Return a completion with ids and log-probs; fail the test if the request is refused."""
@@ -235,35 +223,18 @@ async def start(model_dir: Path, load: Callable[[Path, int | None], LoadedModel]
     async def begin(
         directory: Path = model_dir,
         *,
-        slots: int = 64,
         max_model_len: int | None = None,
-        seed: int = 5,
         template: str | None = None,
-        prefix_bytes: int = 2**26,
         **options: Any,
     ) -> Server:
         loaded = load(directory, max_model_len)
         if template is not None:
             loaded.tokenizer.chat_template = template
-        text = ChatText(loaded.tokenizer)
-        engine = Engine(
-            loaded.model,
-            decode=text.decode,
-            slots=slots,
-            max_model_len=loaded.max_model_len,
-            threads=1,
-            prefix_bytes=prefix_bytes,
-        )
-        app = Routes(engine, loaded, text, model_name="m", seed=seed, **options).app()
-        is_own_host = None if "api_key" in options else is_loopback_host
-        runner = app_runner(app, is_own_host, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
-        engine.start()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
-        await site.start()
-        port = runner.addresses[0][1]
+        service = Service(loaded, name="m", threads=1, **{"seed": 5, **options})
+        listener = bind("127.0.0.1", 0)
+        runner = await service.start(listener)
         session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        server = Server(f"http://127.0.0.1:{port}", engine, loaded, session, text)
+        server = Server(url_of(listener), service, session)
         running.append((runner, server))
         return server
 
@@ -271,5 +242,4 @@ async def start(model_dir: Path, load: Callable[[Path, int | None], LoadedModel]
     for runner, server in running:
         # a test may have put another session in its place
         await server.session.close()
-        await asyncio.to_thread(server.engine.stop)
-        await runner.cleanup()
+        await server.service.stop(runner)

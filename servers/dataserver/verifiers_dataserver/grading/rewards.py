@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, WorkerError
 from verifiers.sandbox.worker_pool import WorkerPool
-from verifiers_dataserver.config import Configuration, DatasetTable, GraderTable, GraderUse
+from verifiers_dataserver.config import Configuration, DatasetTable, GraderTable, GraderUse, secret_in
 from verifiers_dataserver.datasets import TaskRows
 from verifiers_dataserver.grading.graders import (
     BuiltinGrader,
@@ -150,7 +149,7 @@ class Rewards:
         table = configuration.graders[use.use]
         if table.http is not None:
             _no_more(options, use.use)
-            return HttpGrader(name, table.http, table.timeout_s, _token(table.token_var))
+            return HttpGrader(name, table.http, table.timeout_s, secret_in(table.token_var))
         return self._python(name, use.use, table, options, rows, configuration)
 
     def _python(
@@ -238,12 +237,3 @@ def _no_more(options: dict[str, Any], key: str, *known: str) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(f"{key!r} has no option {name!r}; it takes {', '.join(sorted(known)) or 'none'}.")
-
-
-def _token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "")
-    if not token:
-        raise ConfigError(f"token_var names {variable!r}, which is not set or empty; set that variable.")
-    return token

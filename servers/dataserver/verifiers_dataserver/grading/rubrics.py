@@ -98,7 +98,7 @@ class RubricGrader(Grader):
 
     async def _asked(self, child: RubricChild, group: Sequence[Task]) -> list[Any]:
         items = [{**asdict(task.completion), "messages": task.completion.as_messages()} for task in group]
-        body = {"row": group[0].row.as_json(), "items": items}
+        body = {"row": asdict(group[0].row), "items": items}
         try:
             answer = await child.ask(body, self._timeout_s)
         except WorkerTimeoutError:

@@ -38,8 +38,8 @@ def check_grader(target: str) -> str | None:
     return None if callable(found) else f"{target!r} is not a function"
 
 
-def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Call "module:function" by name, and give back what it returns where that is a number.
+def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> float | None:
+    """Call "module:function" by name, and return its number; None where it gives none.
 
     It may name prompt, completion (messages), text, completion_tokens, answer, info, task, parsed (the answer
     part of the text), and its options; a parameter **kwargs gets all of them. It may be a coroutine function.
@@ -52,22 +52,19 @@ def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> 
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         values = {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
     result = function(**values)
-    if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
-    return result if isinstance(result, (int, float)) else _number(result)
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
+    try:
+        return float(result)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def score_in_worker(
     name: str, options: dict[str, Any], completion: dict[str, Any], row: dict[str, Any]
 ) -> dict[str, Any]:
-    lower_priority()
-    return score_builtin(name, options, completion, row)
-
-
-def score_builtin(
-    name: str, options: dict[str, Any], completion: dict[str, Any], row: dict[str, Any]
-) -> dict[str, Any]:
     """Score by a built-in grader: {"score"}, or {"missing": why it cannot be told}."""
+    lower_priority()
     scorer: Scorer = BUILTIN[name](**options)
     try:
         return {"score": scorer.score(Completion(**completion), Row(**row))}
@@ -81,14 +78,3 @@ def _found(target: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name)
     return found
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-def _number(result: Any) -> float | None:
-    try:
-        return float(result)
-    except (TypeError, ValueError, OverflowError):
-        return None

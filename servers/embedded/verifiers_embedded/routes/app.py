@@ -38,7 +38,7 @@ from verifiers_embedded.routes.events import (
 )
 from verifiers_embedded.routes.http import answer_errors, as_api_error, json_only, key_required, read_json
 from verifiers_embedded.routes.metrics import Metrics
-from verifiers_embedded.routes.openapi import openapi_route
+from verifiers_embedded.routes.openapi import FAILING, MODE, NAME, READING, Route, describe
 from verifiers_embedded.routes.requests import (
     ChatRequest,
     Conversation,
@@ -104,28 +104,35 @@ class Routes:
         if self._api_key is not None:
             middlewares.append(key_required(self._api_key))
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=middlewares)
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self.chat_completions),
-                web.post("/v1/completions", self.completions),
-                web.post("/inference/v1/generate", self.generate),
-                web.get("/v1/models", self.models),
-                web.get("/v1/models/{name:.+}", self.model),
-                web.post("/v1/chat/completions/derender", self.derender),
-                web.post("/tokenize", self.tokenize),
-                web.post("/detokenize", self.detokenize),
-                web.get("/health", self.health),
-                web.get("/metrics", self._metrics.show),
-                openapi_route(keyed=self._api_key is not None),
-                web.post("/pause", json_only(self.pause)),
-                web.post("/resume", json_only(self.resume)),
-                web.get("/is_paused", self.is_paused),
-                web.post("/collective_rpc", json_only(self.collective_rpc)),
-                web.post("/update_weight_version", json_only(self.update_weight_version)),
-                web.get("/weight_info", self.weight_info),
-            ]
-        )
+        for route in self._table:
+            getattr(app.router, f"add_{route.method}")(route.path, route.handler)
         return app
+
+    @property
+    def _table(self) -> list[Route]:
+        return [
+            Route("post", "/v1/chat/completions", self.chat_completions, ChatRequest, READING, streams=True),
+            Route("post", "/v1/completions", self.completions, TextRequest, READING, streams=True),
+            Route("post", "/inference/v1/generate", self.generate, TokenRequest, READING, streams=True),
+            Route("post", "/v1/chat/completions/derender", self.derender, DerenderRequest, READING),
+            Route("post", "/tokenize", self.tokenize, TokenizeRequest, READING),
+            Route("post", "/detokenize", self.detokenize, DetokenizeRequest, READING),
+            Route("get", "/v1/models", self.models),
+            Route("get", "/v1/models/{name:.+}", self.model, statuses=(404,), parameters=(NAME,)),
+            Route("post", "/pause", json_only(self.pause), statuses=(400, *FAILING), parameters=(MODE,)),
+            Route("post", "/resume", json_only(self.resume), statuses=FAILING),
+            Route("get", "/is_paused", self.is_paused),
+            Route("post", "/collective_rpc", json_only(self.collective_rpc), ReloadRequest, READING),
+            Route("post", "/update_weight_version", json_only(self.update_weight_version), VersionRequest, READING),
+            Route("get", "/weight_info", self.weight_info),
+            Route("get", "/health", self.health, statuses=(503,)),
+            Route("get", "/metrics", self._metrics.show),
+            Route("get", "/openapi.json", self.openapi),
+        ]
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        document = await asyncio.to_thread(describe, self._table, keyed=self._api_key is not None)
+        return web.json_response(document)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         chat = parse(ChatRequest, await read_json(request))
@@ -161,8 +168,7 @@ class Routes:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /inference/v1/generate: token ids in and out, under vLLM's names."""
         asked = parse(TokenRequest, await read_json(request))
-        if asked.model:
-            self._check_model(asked.model)
+        self._check_model(asked.model or None)
         jobs = self._jobs(asked.sampling_params, asked.token_ids, "token_ids")
         if asked.stream:
             return await self._stream(request, asked, jobs, TokenWriter(asked, self._text))
@@ -171,19 +177,17 @@ class Routes:
     async def derender(self, request: web.Request) -> web.Response:
         """POST /v1/chat/completions/derender: what /inference/v1/generate answered, as a chat completion."""
         asked = parse(DerenderRequest, await read_json(request))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._check_model(asked.model)
         return web.json_response(derendered(asked, self._model_name, self._text))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize: the ids of a prompt, or of messages as the chat template renders them."""
         asked = parse(TokenizeRequest, await read_json(request))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._check_model(asked.model)
         if asked.prompt is not None:
             ids = await self._encode(asked.prompt, asked.add_special_tokens)
         else:
-            ids, _ = await self._render(asked.conversation)
+            ids, _ = await self._render(asked)
         answer = {"count": len(ids), "max_model_len": self._loaded.max_model_len, "tokens": ids}
         names = [self._text.token(token)[0] for token in ids] if asked.return_token_strs else None
         return web.json_response({**answer, "token_strs": names})
@@ -191,8 +195,7 @@ class Routes:
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize: the text of token ids, special tokens included."""
         asked = parse(DetokenizeRequest, await read_json(request))
-        if asked.model is not None:
-            self._check_model(asked.model)
+        self._check_model(asked.model)
         return web.json_response({"prompt": self._text.decode_all(asked.tokens)})
 
     async def models(self, request: web.Request) -> web.Response:
@@ -427,8 +430,8 @@ class Routes:
             **({} if self._loaded.images is None else {"image_reader": self._loaded.images.reader}),
         }
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model_name):
             raise ApiError(
                 f"The model {name!r} does not exist; this server holds {self._model_name!r}",
                 status=404,

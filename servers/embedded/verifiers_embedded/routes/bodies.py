@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from verifiers_embedded.errors import ApiError, short
+from verifiers_embedded.errors import ApiError
 
 
 def _whole(value: Any) -> Any:
@@ -57,7 +57,7 @@ def _check_neutral(name: str, value: Any, allowed: list[Any]) -> None:
     if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
         remedy = f"leave it out or give {' or '.join(map(repr, allowed))}" if allowed else "leave it out"
         raise ApiError(
-            f"field {name!r} with value {short(value)} is not supported by this server; {remedy}",
+            f"field {name!r} with value {value!r:.80} is not supported by this server; {remedy}",
             param=name,
             code="unsupported_parameter",
         )
@@ -163,12 +163,12 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> ApiError:
         )
     field = model.model_fields.get(name)
     if field is not None and field.description and (len(where) == 1 or name not in ("messages", "tools")):
-        return ApiError(f"field {name!r} must be {field.description}, not {short(first['input'])}", param=name)
+        return ApiError(f"field {name!r} must be {field.description}, not {first['input']!r:.80}", param=name)
     if first["type"] == "missing":
         return ApiError(f"{_path(where)} is missing", param=name)
     if raised is not None:
         return ApiError(f"{_path(where)}.{raised}", param=name)
-    return ApiError(f"{_path(where)}: {first['msg'].lower()}, not {short(first['input'])}", param=name)
+    return ApiError(f"{_path(where)}: {first['msg'].lower()}, not {first['input']!r:.80}", param=name)
 
 
 def _path(where: tuple[int | str, ...]) -> str:

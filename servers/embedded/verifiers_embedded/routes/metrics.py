@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -44,20 +43,15 @@ class Metrics:
             self._sampled.inc(len(generation.token_ids))
             self._ends.labels(generation.finish_reason).inc()
 
-    @property
-    def count_answers(self) -> Any:
-        """A middleware, outside of all others."""
-
-        @web.middleware
-        async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-            response = await handler(request)
-            resource = request.match_info.route.resource
-            # the pattern, not the path: a scanner must not fill the registry
-            route = resource.canonical if resource is not None else "unknown"
-            self._answers.labels(request.method, route, str(response.status)).inc()
-            return response
-
-        return count
+    @web.middleware
+    async def count_answers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Count every answer, refusals too; the outermost middleware."""
+        response = await handler(request)
+        resource = request.match_info.route.resource
+        # the pattern, not the path: a scanner must not fill the registry
+        route = resource.canonical if resource is not None else "unknown"
+        self._answers.labels(request.method, route, str(response.status)).inc()
+        return response
 
     async def show(self, request: web.Request) -> web.Response:
         """GET /metrics."""

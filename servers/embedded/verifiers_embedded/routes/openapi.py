@@ -1,19 +1,18 @@
-"""The OpenAPI description of this server: what each route reads, and with which statuses it refuses."""
+"""Routes, and their OpenAPI description: what each reads, and with which statuses it refuses."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from aiohttp import web
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from verifiers_embedded import __version__
 from verifiers_embedded.engine.engine import PAUSE_MODES
-from verifiers_embedded.routes import requests
-from verifiers_embedded.routes.http import OPEN_PATHS
+from verifiers_embedded.routes.http import OPEN_PATHS, Handler
 
 _STATUSES = {
     400: "The body cannot be read, or asks for what the server does not support",
@@ -41,63 +40,37 @@ _NOTE = (
 
 
 @dataclass(frozen=True)
-class _Route:
+class Route:
+    """A route: its method in lower case, its path as aiohttp writes it, and what the description says of it."""
+
     method: str
     path: str
+    handler: Handler
     body: type[BaseModel] | None = None
     statuses: tuple[int, ...] = ()
     parameters: tuple[dict[str, Any], ...] = ()
     streams: bool = False
 
 
-_FAILING = (500, 503)
-_READING = (400, 404, 413, *_FAILING)
-_NAME = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
-_MODE = {"name": "mode", "in": "query", "required": False, "schema": {"enum": list(PAUSE_MODES)}}
-_ROUTES = (
-    _Route("post", "/v1/chat/completions", requests.ChatRequest, _READING, streams=True),
-    _Route("post", "/v1/completions", requests.TextRequest, _READING, streams=True),
-    _Route("post", "/inference/v1/generate", requests.TokenRequest, _READING, streams=True),
-    _Route("post", "/v1/chat/completions/derender", requests.DerenderRequest, _READING),
-    _Route("post", "/tokenize", requests.TokenizeRequest, _READING),
-    _Route("post", "/detokenize", requests.DetokenizeRequest, _READING),
-    _Route("get", "/v1/models"),
-    _Route("get", "/v1/models/{name}", statuses=(404,), parameters=(_NAME,)),
-    _Route("post", "/pause", statuses=(400, *_FAILING), parameters=(_MODE,)),
-    _Route("post", "/resume", statuses=_FAILING),
-    _Route("get", "/is_paused"),
-    _Route("post", "/collective_rpc", requests.ReloadRequest, _READING),
-    _Route("post", "/update_weight_version", requests.VersionRequest, _READING),
-    _Route("get", "/weight_info"),
-    _Route("get", "/health", statuses=(503,)),
-    _Route("get", "/metrics"),
-    _Route("get", "/openapi.json"),
-)
+FAILING = (500, 503)
+READING = (400, 404, 413, *FAILING)
+NAME = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+MODE = {"name": "mode", "in": "query", "required": False, "schema": {"enum": list(PAUSE_MODES)}}
 
 
-def openapi_route(*, keyed: bool) -> web.RouteDef:
-    """Make the route of the description, GET /openapi.json; `keyed` where the server requires a key."""
-    document = describe(keyed=keyed)
-
-    async def show(request: web.Request) -> web.Response:
-        return web.json_response(document)
-
-    return web.get("/openapi.json", show)
-
-
-@cache
-def describe(*, keyed: bool) -> dict[str, Any]:
-    """Write the whole document, OpenAPI 3.1; once a process, since it takes pydantic a tenth of a second."""
-    bodies = [route.body for route in _ROUTES if route.body is not None]
+def describe(routes: Sequence[Route], *, keyed: bool) -> dict[str, Any]:
+    """Write the whole document, OpenAPI 3.1; `keyed` where the server requires a key. Takes a tenth of a second."""
+    bodies = [route.body for route in routes if route.body is not None]
     _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     paths: dict[str, Any] = {}
-    for route in _ROUTES:
+    for route in routes:
         operation = _operation(route)
         if route.path in OPEN_PATHS:
             operation["security"] = []
         elif keyed:
             operation["responses"]["401"] = _refused(401)
-        paths.setdefault(route.path, {})[route.method] = operation
+        # patterns of parameters are aiohttp's own
+        paths.setdefault(re.sub(r":[^}]+", "", route.path), {})[route.method] = operation
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "verifiers-embedded", "version": __version__, "description": _NOTE},
@@ -110,7 +83,7 @@ def describe(*, keyed: bool) -> dict[str, Any]:
     return document
 
 
-def _operation(route: _Route) -> dict[str, Any]:
+def _operation(route: Route) -> dict[str, Any]:
     media = "text/plain" if route.path == "/metrics" else "application/json"
     done: dict[str, Any] = {"description": "Done", "content": {media: {}}}
     if route.streams:

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from verifiers_embedded.engine.generation import FinishReason
-from verifiers_embedded.errors import ApiError, short
+from verifiers_embedded.errors import ApiError
 from verifiers_embedded.routes.bodies import (
     Body,
     Count,
@@ -78,7 +78,7 @@ def _as_content(value: Any, check: Callable[[Any], Any]) -> Any:
         place = max((one["loc"] for one in error.errors()), key=len)
         wrong = next((value[part] for part in place if isinstance(part, int)), value)
         raise ApiError(
-            f"the content of a message holds {short(wrong)}; give a text or a list of "
+            f"the content of a message holds {wrong!r:.80}; give a text or a list of "
             "{'type': 'text', 'text': ...} and {'type': 'image_url', 'image_url': {'url': 'data:image/...'}}",
             param="messages",
         ) from None
@@ -470,15 +470,12 @@ class TokenRequest(Delivery, RequestBody):
         return self.sampling_params.return_sampling_mask
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(Conversation, RequestBody):
     """The body of /tokenize: a text, or a conversation to be rendered."""
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Messages | None = None
-    tools: Tools = Field(default_factory=list)
-    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
-    reasoning_effort: Text | None = None
+    messages: Messages | None = None  # type: ignore[assignment]
     add_special_tokens: Flag = True
     return_token_strs: Flag = False
 
@@ -487,16 +484,6 @@ class TokenizeRequest(RequestBody):
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("give either 'prompt', a text, or 'messages'", param="prompt")
         return self
-
-    @property
-    def conversation(self) -> Conversation:
-        assert self.messages is not None
-        return Conversation.model_construct(
-            messages=self.messages,
-            tools=self.tools,
-            chat_template_kwargs=self.chat_template_kwargs,
-            reasoning_effort=self.reasoning_effort,
-        )
 
 
 class DetokenizeRequest(RequestBody):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers_embedded.errors import ApiError, short
+from verifiers_embedded.errors import ApiError
 
 MAX_SCHEMA_CHARACTERS = 2**18
 MAX_DEPTH = 64
@@ -90,7 +90,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tu
         parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             raise ApiError(
-                f"tools[{place}].function.parameters must be a JSON schema of type 'object', not {short(parameters)}",
+                f"tools[{place}].function.parameters must be a JSON schema of type 'object', not {parameters!r:.80}",
                 param="tools",
             )
         found.append(Function(function["name"], schema_text({**parameters, "type": "object"}, "tools")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -213,16 +212,15 @@ ASKED: dict[str, Any] = {
 
 async def tokens_of(server: Any, body: dict[str, Any]) -> list[list[int]]:
     """Return the sampled ids of each choice, from a whole answer or from the events of a stream."""
-    async with server.session.post(server.base + "/v1/chat/completions", json=body) as response:
-        assert response.status == 200, await response.text()
-        if not body.get("stream"):
-            return [choice["token_ids"] for choice in (await response.json())["choices"]]
-        sampled: list[list[int]] = [[] for _ in range(body["n"])]
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    sampled[choice["index"]] += choice.get("token_ids") or []
-        return sampled
+    if not body.get("stream"):
+        status, answer = await server.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        return [choice["token_ids"] for choice in answer["choices"]]
+    sampled: list[list[int]] = [[] for _ in range(body["n"])]
+    for event in await server.events("/v1/chat/completions", body):
+        for choice in event["choices"]:
+            sampled[choice["index"]] += choice.get("token_ids") or []
+    return sampled
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_p": 0.9, "logprobs": True}, {"temperature": 0}])

@@ -6,42 +6,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from sequences import sequence
-from verifiers_embedded.engine import attention
-from verifiers_embedded.engine import batch as batch_module
-from verifiers_embedded.engine.attention import NAME, install, row_groups
+from verifiers_embedded.engine.attention import NAME, install
 from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.generation import Sequence
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-
-
-def test_rows_in_groups_have_the_logits_of_plain_passes(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, reference: Any
-) -> None:
-    monkeypatch.setattr(batch_module, "ROWS_APART", 3)
-    monkeypatch.setattr(attention, "_WORTH_A_CALL", 4)
-    model, dice, most_groups = load(model_dir), random.Random(0), 0
-    batch = ActiveBatch(model, slots=12, max_model_len=256)
-    with torch.inference_mode():
-        for _ in range(15):
-            free = 12 - len(batch.sequences)
-            lengths = [dice.choice([1, 2, 17, 60]) for _ in range(dice.randint(0 if batch.sequences else 1, free))]
-            batch.add([sequence([dice.randrange(90) for _ in range(length)]) for length in lengths]) if lengths else 0
-            most_groups = max(
-                most_groups, len(row_groups([len(s.tokens) for s in batch.sequences], 256, torch.float32).groups)
-            )
-            for row, item in zip(batch.logits(), batch.sequences, strict=True):
-                plain = reference.logits(model_dir, item.tokens)[-1]
-                assert (row - plain).abs().max() <= 1e-4
-                item.tokens.append(dice.randrange(90))
-            batch.keep_only([dice.random() > 0.3 for _ in batch.sequences])
-    assert most_groups >= 4
 
 
 def test_a_model_that_was_served_still_attends_as_before_outside_the_batch(model_dir: Path, reference: Any) -> None:

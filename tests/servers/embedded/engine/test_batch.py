@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sequences import sequence
+from sequences import check, sequence
+from verifiers_embedded.engine import attention
 from verifiers_embedded.engine import batch as batch_module
 from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.loading import check_cache, load_model, prepared
@@ -29,20 +30,17 @@ TINY = {
 }
 
 
-def check(batch: ActiveBatch, model: Any, single: float = 1e-5) -> None:
-    """Compare every row's logits with a plain forward pass of its tokens; `single` bounds float32."""
-    logits = batch.logits()
-    for row, item in zip(logits, batch.sequences, strict=True):
-        plain = model(input_ids=torch.tensor([item.tokens])).logits[0, -1]
-        bound = 1e-12 if row.dtype == torch.float64 else single
-        assert (row - plain).abs().max() <= bound * (1 + plain.abs().max())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "in_groups"), [(torch.float32, False), (torch.float32, True), (torch.float64, False)]
+)
 def test_cached_logits_equal_a_plain_forward_while_rows_come_go_and_grow(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, in_groups: bool
 ) -> None:
     monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 40)
+    if in_groups:
+        # as many rows of different lengths do
+        monkeypatch.setattr(batch_module, "ROWS_APART", 3)
+        monkeypatch.setattr(attention, "_WORTH_A_CALL", 4)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
     dice = random.Random(0)
     batch = ActiveBatch(model, slots=8, max_model_len=256)

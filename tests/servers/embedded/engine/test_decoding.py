@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sequences import sequence
+from sequences import check, sequence
 from torch.fx.experimental.proxy_tensor import make_fx
 from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.cache import SlotCache
@@ -37,12 +37,6 @@ class Recorder:
 @pytest.fixture
 def model(model_dir: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model_dir).eval().requires_grad_(False)
-
-
-def check(batch: ActiveBatch, model: Any) -> None:
-    for row, item in zip(batch.logits(), batch.sequences, strict=True):
-        plain = model(input_ids=torch.tensor([item.tokens])).logits[0, -1]
-        assert (row - plain).abs().max() <= 1e-4
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save as safetensors_of
 from step_gate import StepGate
 from verifiers_embedded.engine.loading import load_model
 
@@ -128,25 +130,39 @@ async def test_a_sharded_checkpoint_is_loaded_by_its_index(
     assert log_probs == pytest.approx(reference.log_probs(other_dir, prompt, ids), abs=1e-4)
 
 
-async def test_a_damaged_or_absent_file_is_refused(start: Any, tmp_path: Path, other_dir: Path) -> None:
-    server = await start()
-    empty, cut = tmp_path / "empty", tmp_path / "cut"
-    empty.mkdir()
-    cut.mkdir()
-    (cut / "model.safetensors").write_bytes((other_dir / "model.safetensors").read_bytes()[:-100])
-    for directory in (tmp_path / "nowhere", empty, cut):
-        status, answer = await server.push(directory)
-        assert status == 400
-        assert str(directory) in answer["error"]["message"]
+def with_index(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+UNREADABLE: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda folder: None,
+    "nowhere": Path.rmdir,
+    "cut": lambda folder: (folder / "model.safetensors").write_bytes(safetensors_of({"x": torch.zeros(99)})[:-9]),
+    "list as index": with_index("[1]"),
+    "number in index": with_index('{"weight_map": {"a": 3}}'),
+    "deep index": with_index("[" * 100_000),
+    "pipe": lambda folder: os.mkfifo(folder / "model.safetensors"),
+    "pipe of any name": lambda folder: os.mkfifo(folder / "a.safetensors"),
+    "pipe in index": lambda folder: (os.mkfifo(folder / "a"), with_index('{"weight_map": {"x": "a"}}')(folder)),
+    "pipe as index": lambda folder: os.mkfifo(folder / "model.safetensors.index.json"),
+    "pipe as folder": lambda folder: (folder.rmdir(), os.mkfifo(folder)),
+    "device": lambda folder: (folder / "model.safetensors").symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+async def test_what_cannot_be_read_is_refused_and_requests_are_answered(
+    start: Any, tmp_path: Path, kind: str
+) -> None:
+    server, folder = await start(), tmp_path / "weights"
+    folder.mkdir()
+    UNREADABLE[kind](folder)
+    async with asyncio.timeout(30):
+        status, answer = await server.push(folder)
+    assert (status, answer["error"]["param"]) == (400, "weights_path")
+    assert str(folder) in answer["error"]["message"]
+    assert (await server.push(folder / ("a" * 5000)))[0] == 400
     assert (await server.chat())["usage"]["completion_tokens"] > 0
-
-
-@pytest.mark.parametrize("index", ["[1]", '{"weight_map": {"a": 3}}', "[" * 100_000])
-async def test_a_damaged_index_or_a_name_that_is_too_long_is_refused(start: Any, tmp_path: Path, index: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    server = await start()
-    assert (await server.push(tmp_path))[0] == 400
-    assert (await server.push(tmp_path / ("a" * 5000)))[0] == 400
 
 
 async def test_tied_embeddings_may_leave_out_the_head_and_both_change(
@@ -221,28 +237,6 @@ async def test_abort_answers_with_what_is_there_and_says_so(start: Any, model_di
     assert 5 <= len(ids) < 200
     assert log_probs == pytest.approx(reference.log_probs(model_dir, prompt, ids), abs=1e-4)
     assert (await server.get("/is_paused"))[1]["is_paused"]
-
-
-@pytest.mark.parametrize("layout", ["single", "shard", "glob", "index", "device", "directory"])
-async def test_what_is_no_regular_file_is_refused_and_requests_are_answered(
-    start: Any, tmp_path: Path, layout: str
-) -> None:
-    server = await start()
-    fifo = tmp_path / {"single": "model.safetensors", "index": "model.safetensors.index.json"}.get(
-        layout, "a.safetensors"
-    )
-    if layout == "device":
-        fifo.symlink_to("/dev/zero")
-    else:
-        os.mkfifo(fifo)
-    if layout == "shard":
-        index = {"weight_map": {"lm_head.weight": fifo.name}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    async with asyncio.timeout(30):
-        status, answer = await server.push(fifo if layout == "directory" else tmp_path)
-    assert (status, answer["error"]["param"]) == (400, "weights_path")
-    assert str(tmp_path) in answer["error"]["message"]
-    assert (await server.get("/health"))[0] == 200
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

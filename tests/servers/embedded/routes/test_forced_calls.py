@@ -13,7 +13,6 @@ from json_forms import (
     ARGUMENTS,
     NOW,
     PERSON,
-    events_of,
     fits,
     named,
 )
@@ -63,7 +62,8 @@ async def test_a_forced_call_is_streamed_whole(start: Any, byte_level_dir: Path)
     server = await start(byte_level_dir, template=PRINTS_TEXT)
     fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 500, "seed": 3}
     whole = (await server.chat(**fields))["choices"][0]["message"]["tool_calls"]
-    events = await events_of(server, fields)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}
+    events = await server.events("/v1/chat/completions", body)
     calls = [call for event in events for item in event["choices"] for call in item["delta"].get("tool_calls") or []]
     assert [call["function"] for call in calls] == [call["function"] for call in whole]
 

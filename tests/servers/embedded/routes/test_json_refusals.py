@@ -15,7 +15,6 @@ from json_forms import (
     ADD,
     LETTERS_SCHEMA,
     byte_level_tokenizer,
-    events_of,
     fits,
     named,
 )
@@ -142,7 +141,7 @@ async def test_a_grammar_that_fails_in_mid_generation_fails_its_request_alone(st
     )
     assert other["choices"][0]["finish_reason"] == "stop"
     assert (status, "beyond token 2" in answer["error"]["message"]) == (500, True), answer
-    assert "error" in (await events_of(server, {**body, **failing}))[-1]
+    assert "error" in (await server.events("/v1/chat/completions", {**body, **failing}))[-1]
     assert (await server.get("/health"))[1]["running"] == 0
 
 

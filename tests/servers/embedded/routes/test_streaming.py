@@ -14,21 +14,6 @@ from verifiers_embedded.engine.sampling import Draw
 from verifiers_embedded.engine.stopping import GrowingText, SendableText
 
 
-async def stream(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every event of an answer, in order."""
-    found: list[dict[str, Any]] = []
-    async with server.session.post(server.base + path, json={**body, "stream": True}) as response:
-        assert response.status == 200, await response.text()
-        assert response.content_type == "text/event-stream"
-        lines = [line async for line in response.content]
-    assert lines[-2] == b"data: [DONE]\n"
-    for line in lines[:-2]:
-        if line.strip():
-            assert line.startswith(b"data: ")
-            found.append(json.loads(line[6:]))
-    return found
-
-
 def chat_body(**fields: Any) -> dict[str, Any]:
     return {
         "model": "m",
@@ -73,7 +58,7 @@ async def test_the_events_of_a_chat_add_up_to_the_whole_answer(start: Any, field
         free = await server.chat(**{**body, "stop": None})
         body["stop"] = free["choices"][0]["message"]["content"][5:9]
     whole = await server.chat(**body)
-    events = await stream(server, "/v1/chat/completions", body)
+    events = await server.events("/v1/chat/completions", body)
     assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert len({event["id"] for event in events}) == 1
@@ -88,7 +73,7 @@ async def test_the_events_of_a_chat_add_up_to_the_whole_answer(start: Any, field
 
 async def test_text_comes_while_it_is_made(start: Any) -> None:
     server = await start()
-    events = await stream(server, "/v1/chat/completions", chat_body(ignore_eos=True, max_tokens=100))
+    events = await server.events("/v1/chat/completions", chat_body(ignore_eos=True, max_tokens=100))
     assert sum(bool(event["choices"][0]["delta"].get("content")) for event in events) > 5
 
 
@@ -96,16 +81,16 @@ async def test_usage_comes_last_and_only_where_asked_for(start: Any) -> None:
     server = await start()
     body = chat_body(n=2)
     whole = await server.chat(**body)
-    events = await stream(server, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    events = await server.events("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
     assert (events[-1]["choices"], events[-1]["usage"]) == ([], whole["usage"])
-    assert all("usage" not in event for event in await stream(server, "/v1/chat/completions", body))
+    assert all("usage" not in event for event in await server.events("/v1/chat/completions", body))
 
 
 async def test_the_events_of_a_completion_add_up(start: Any) -> None:
     server = await start()
     body = {"model": "m", "prompt": ["ab", "cd"], "n": 2, "seed": 1, "logprobs": 2, "echo": False, "max_tokens": 20}
     _, whole = await server.post("/v1/completions", body)
-    events = await stream(server, "/v1/completions", body)
+    events = await server.events("/v1/completions", body)
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     for expected in whole["choices"]:
         choice = choice_of(events, expected["index"])
@@ -120,7 +105,7 @@ async def test_the_events_of_token_generation_add_up(start: Any) -> None:
     server = await start()
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9, "seed": 2, "logprobs": 0}}
     _, whole = await server.post("/inference/v1/generate", body)
-    events = await stream(server, "/inference/v1/generate", body)
+    events = await server.events("/inference/v1/generate", body)
     choice = choice_of(events, 0)
     assert choice["token_ids"] == whole["choices"][0]["token_ids"]
     assert choice["weight_versions"] == whole["choices"][0]["weight_versions"]
@@ -156,7 +141,7 @@ async def test_calls_and_reasoning_stand_apart_in_a_stream_as_in_the_whole(
     monkeypatch.setattr(batch_module.BatchSampler, "sample", draw)
     body = chat_body(tools=[TOOL], max_tokens=100)
     message = (await server.chat(**body))["choices"][0]["message"]
-    choice = choice_of(await stream(server, "/v1/chat/completions", body), 0)
+    choice = choice_of(await server.events("/v1/chat/completions", body), 0)
     assert (message["content"] or "") == content
     assert (message.get("reasoning_content") or "") == reasoning
     assert [call["function"]["name"] for call in message.get("tool_calls") or []] == calls

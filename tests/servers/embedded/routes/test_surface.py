@@ -219,12 +219,6 @@ async def test_text_and_conversations_are_tokenized_and_back(start: Any) -> None
     assert (await server.post("/detokenize", {"tokens": [-1]}))[0] == 400
 
 
-async def test_a_model_is_described_by_its_name(start: Any) -> None:
-    server = await start()
-    assert (await server.get("/v1/models/m"))[1]["id"] == "m"
-    assert (await server.get("/v1/models/org/other"))[0] == 404
-
-
 async def test_metrics_count_what_was_done(start: Any) -> None:
     server = await start()
     answer = await server.chat(n=2, ignore_eos=True)
@@ -246,32 +240,3 @@ async def test_a_server_whose_slots_are_taken_says_that_it_is_full(start: Any) -
             assert load.take(await response.text())
     assert load.running == 2 * load.cache_use
     await asyncio.gather(*asked)
-
-
-async def test_the_openai_package_streams_completes_and_counts(start: Any) -> None:
-    openai = pytest.importorskip("openai")
-    server = await start()
-    async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="none", max_retries=0) as client:
-        chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 9}
-        whole = await client.chat.completions.create(
-            **chat, n=2, logprobs=True, top_logprobs=2, user="someone", store=False, metadata={"run": "1"}
-        )
-        entries = [entry for choice in whole.choices for entry in choice.logprobs.content]
-        assert all(bytes(entry.bytes).decode() == entry.token for entry in entries)
-        assert whole.usage.completion_tokens == len(entries)
-        assert "token_ids" not in whole.choices[0].model_extra
-        assert [model.id async for model in client.models.list()] == ["m"]
-        text, counts = "", None
-        async for chunk in await client.chat.completions.create(
-            **chat, stream=True, stream_options={"include_usage": True}
-        ):
-            text += "".join(choice.delta.content or "" for choice in chunk.choices)
-            counts = chunk.usage or counts
-        assert text == whole.choices[0].message.content
-        assert counts.prompt_tokens == whole.usage.prompt_tokens
-        done = await client.completions.create(model="m", prompt=[5, 6], max_tokens=3, seed=1, logprobs=1)
-        assert done.choices[0].finish_reason in ("stop", "length")
-        with pytest.raises(openai.NotFoundError, match="gpt-9"):
-            await client.chat.completions.create(**{**chat, "model": "gpt-9"})
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            await client.chat.completions.create(**chat, temperature=-1)

@@ -13,37 +13,74 @@ from verifiers_embedded.text.tool_calls import (
     FORMATS,
     ToolCall,
     call_id,
-    format_of_template,
     parameters_of,
-    parse_gemma4,
     parse_glm,
-    parse_glm4,
     parse_harmony,
-    parse_hermes,
-    parse_llama3_json,
-    parse_mistral,
-    parse_olmo3,
-    parse_phi4_mini,
     parse_qwen3_coder,
 )
 
 # -- formats ----------------------------------------------------------------------------------------------------
 
 
-def test_arguments_keep_the_bytes_that_the_model_wrote() -> None:
-    answer = parse_hermes('x\n<tool_call>\n{"arguments":  {"a":1,  "b":"\\u00e9"}, "name":"f"}\n</tool_call>', {})
-    assert answer.content == "x"
-    assert answer.calls == (ToolCall("f", '{"a":1,  "b":"\\u00e9"}'),)
+CALLS: list[tuple[str, str, str, dict[str, str]]] = [
+    # the bytes of the arguments are the model's
+    (
+        "hermes",
+        'x\n<tool_call>\n{"arguments":  {"a":1,  "b":"\\u00e9"}, "name":"f"}\n</tool_call>',
+        "x",
+        {"f": '{"a":1,  "b":"\\u00e9"}'},
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "note": {"arguments": {"x": 1}}, "arguments": {"x":2}}</tool_call>',
+        "",
+        {"f": '{"x":2}'},
+    ),
+    # the end mark of the last one was the stop string
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {}}',
+        "",
+        {"f": "{}", "g": "{}"},
+    ),
+    (
+        "olmo3",
+        'go\n<function_calls>\nf(a="x, (y)", b=[1, true, null], c={"k": -2.5})\ng.h()\n</function_calls>',
+        "go",
+        {"f": '{"a": "x, (y)", "b": [1, true, null], "c": {"k": -2.5}}', "g.h": "{}"},
+    ),
+    (
+        "gemma4",
+        'go<|tool_call>call:f{a:<|"|>x, b:"y"<|"|>,n:[1,{k:true}]}<tool_call|><|tool_call>call:g{}<tool_call|>',
+        "go",
+        {"f": '{"a": "x, b:\\"y\\"", "n": [1, {"k": true}]}', "g": "{}"},
+    ),
+    ("glm4", 'f\n{"a":  1}<|assistant|>g\n{}', "", {"f": '{"a":  1}', "g": "{}"}),
+    ("phi4_mini_json", 'go<|tool_call|>[{"name": "f", "arguments": {"a":1}}]<|/tool_call|>', "go", {"f": '{"a":1}'}),
+    ("phi4_mini_json", 'gofunctools[{"name": "f", "arguments": {"a":1}}]', "go", {"f": '{"a":1}'}),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        "",
+        {"f": '{"a": 1}', "g": "{}"},
+    ),
+    (
+        "mistral",
+        'well [TOOL_CALLS][{"name": "f", "arguments": {"a":1}}, {"name": "g", "arguments": {}}]',
+        "well ",
+        {"f": '{"a":1}', "g": "{}"},
+    ),
+    # since its eleventh tokenizer
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a":1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}', "", {"f": '{"a":1}', "g": "{}"}),
+]
 
 
-def test_the_key_arguments_inside_the_arguments_is_not_mistaken_for_them() -> None:
-    text = '<tool_call>{"name": "f", "note": {"arguments": {"x": 1}}, "arguments": {"x":2}}</tool_call>'
-    assert parse_hermes(text, {}).calls == (ToolCall("f", '{"x":2}'),)
-
-
-def test_several_calls_keep_their_order() -> None:
-    text = "".join(f'<tool_call>{{"name": "f{i}", "arguments": {{}}}}</tool_call>\n' for i in range(3))
-    assert [call.name for call in parse_hermes(text, {}).calls] == ["f0", "f1", "f2"]
+@pytest.mark.parametrize(("format_", "text", "content", "calls"), CALLS)
+def test_calls_are_read_as_each_format_writes_them(
+    format_: str, text: str, content: str, calls: dict[str, str]
+) -> None:
+    answer = FORMATS[format_](text, {"f": {}, "g": {}})
+    assert (answer.content, [(call.name, call.arguments) for call in answer.calls]) == (content, [*calls.items()])
 
 
 @pytest.mark.parametrize(
@@ -56,6 +93,18 @@ def test_several_calls_keep_their_order() -> None:
         '<tool_call>["f"]</tool_call>',
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
         '<tool_call>{"name": "f", "arguments": {}} and on without an end',
+        "<function_calls>f(1)</function_calls>",
+        "<function_calls>f(**a)</function_calls>",
+        "<function_calls>f(a=g())</function_calls>",
+        "<function_calls>f(a=b)</function_calls>",
+        "<function_calls>f</function_calls>",
+        "<function_calls>f(a=1</function_calls>",
+        "<function_calls>" + "[" * 100_000 + "</function_calls>",
+        '<|tool_call>call:f{a:<|"|>x}<tool_call|>',
+        'h\n{"a": 1}',
+        "functools are useful",
+        'I call {"name": "f", "parameters": {}}',
+        "[TOOL_CALLS]f[ARGS]{",
         "",
     ],
 )
@@ -63,10 +112,6 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     for parse in FORMATS.values():
         answer = parse(text, {})
         assert (answer.content, answer.calls) == (text, ())
-
-
-def test_a_call_whose_end_mark_was_the_stop_string_is_still_a_call() -> None:
-    assert parse_hermes('<tool_call>{"name": "f", "arguments": {}}', {}).calls == (ToolCall("f", "{}"),)
 
 
 SCHEMA = {
@@ -114,38 +159,6 @@ def test_values_between_tags_convert_by_the_tools_schema(name: str, written: str
         assert json.loads(answer.calls[0].arguments) == {name: value}
 
 
-def test_olmo_calls_are_lines_of_python_or_none() -> None:
-    answer = parse_olmo3(
-        'go\n<function_calls>\nf(a="x, (y)", b=[1, true, null], c={"k": -2.5})\ng.h()\n</function_calls>', {}
-    )
-    assert answer.content == "go"
-    assert [call.name for call in answer.calls] == ["f", "g.h"]
-    assert json.loads(answer.calls[0].arguments) == {"a": "x, (y)", "b": [1, True, None], "c": {"k": -2.5}}
-    for text in ("f(1)", "f(**a)", "f(a=g())", "f(a=b)", "f", "f(a=1", "[" * 100_000):
-        assert parse_olmo3(f"<function_calls>{text}</function_calls>", {}).calls == ()
-
-
-def test_gemma_calls_have_keys_without_quotes_and_texts_between_marks() -> None:
-    text = '<|tool_call>call:f{a:<|"|>x, b:"{y}"<|"|>,n:[1,{k:true}]}<tool_call|><|tool_call>call:g{}<tool_call|>'
-    first, second = parse_gemma4(f"go{text}", {}).calls
-    assert (first.name, json.loads(first.arguments)) == ("f", {"a": 'x, b:"{y}"', "n": [1, {"k": True}]})
-    assert second == ToolCall("g", "{}")
-    assert parse_gemma4('<|tool_call>call:f{a:<|"|>x}<tool_call|>', {}).calls == ()
-
-
-def test_glm_4_calls_name_a_tool_of_the_request() -> None:
-    text = 'f\n{"a":  1}<|assistant|>g\n{}'
-    assert parse_glm4(text, {"f": {}, "g": {}}).calls == (ToolCall("f", '{"a":  1}'), ToolCall("g", "{}"))
-    assert parse_glm4(text, {"h": {}}).calls == ()
-
-
-def test_phi_calls_are_a_list_behind_either_mark() -> None:
-    for mark in ("<|tool_call|>", "functools"):
-        answer = parse_phi4_mini(f'go{mark}[{{"name": "f", "arguments": {{"a":1}}}}]<|/tool_call|>', {})
-        assert (answer.content, answer.calls) == ("go", (ToolCall("f", '{"a":1}'),))
-    assert parse_phi4_mini("functools are useful", {}).calls == ()
-
-
 def test_harmony_tells_analysis_calls_and_what_is_said_apart() -> None:
     answer = parse_harmony(
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>let me see<|end|>"
@@ -158,36 +171,6 @@ def test_harmony_tells_analysis_calls_and_what_is_said_apart() -> None:
     # an address may stand before the channel
     to = parse_harmony(" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", {})
     assert to.calls == (ToolCall("f", "{}"),)
-
-
-def test_llama_calls_are_the_whole_answer_or_none() -> None:
-    two = parse_llama3_json(
-        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', {}
-    )
-    assert two.calls == (ToolCall("f", '{"a": 1}'), ToolCall("g", "{}"))
-    assert parse_llama3_json('I call {"name": "f", "parameters": {}}', {}).calls == ()
-
-
-def test_mistral_calls_are_a_list_behind_the_mark() -> None:
-    text = 'well [TOOL_CALLS][{"name": "f", "arguments": {"a":1}}, {"name": "g", "arguments": {}}]'
-    answer = parse_mistral(text, {})
-    assert answer.content == "well "
-    assert answer.calls == (ToolCall("f", '{"a":1}'), ToolCall("g", "{}"))
-
-
-def test_mistral_calls_are_names_and_arguments_since_its_eleventh_tokenizer() -> None:
-    text = '[TOOL_CALLS]f[ARGS]{"a":1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}'
-    assert parse_mistral(text, {}).calls == (ToolCall("f", '{"a":1}'), ToolCall("g", "{}"))
-    assert parse_mistral("[TOOL_CALLS]f[ARGS]{", {}).calls == ()
-
-
-def test_the_format_is_read_off_the_template() -> None:
-    assert format_of_template(PRINTS_TEXT) == "hermes"
-    assert format_of_template("{{ tools }}<tool_call><function=x>") == "qwen3_coder"
-    assert format_of_template("{{ tools }}[TOOL_CALLS]") == "mistral"
-    assert format_of_template("{{ tools }}<tool_call><arg_key>") == "glm45"
-    assert format_of_template('{{ tools }}{"name": n, "parameters": p}') == "llama3_json"
-    assert format_of_template("{{ messages }}") is None
 
 
 def test_names_of_calls_are_reproducible_and_differ_between_turns_and_places() -> None:
@@ -212,18 +195,6 @@ def say(server: Any, text: str) -> None:
 
 async def chat_with_tools(server: Any, **fields: Any) -> dict[str, Any]:
     return await server.chat(**{"tools": [TOOL], "max_tokens": 4, **fields})
-
-
-async def test_calls_stand_apart_from_the_content_and_end_the_turn(start: Any) -> None:
-    server = await start(template=PRINTS_TEXT)
-    say(server, 'hm\n<tool_call>{"name": "add", "arguments": {"a":1}}</tool_call>')
-    answer = await chat_with_tools(server, ignore_eos=False, stop=["q"], max_tokens=200, return_token_ids=True)
-    message = answer["choices"][0]["message"]
-    assert message["content"] == "hm"
-    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
-    assert message["tool_calls"][0]["type"] == "function"
-    again = await chat_with_tools(server, stop=["q"], max_tokens=200)
-    assert again["choices"][0]["finish_reason"] in ("tool_calls", "length")
 
 
 async def test_without_tools_in_the_request_text_stays_text(start: Any) -> None:
@@ -270,11 +241,19 @@ async def test_a_conversation_with_calls_is_rendered_by_the_template(start: Any,
     assert rendered == f"{tools}<user>u<bot>{call}<eos><user>2<bot>"
 
 
-async def test_tools_whose_calls_would_not_be_read_are_refused(start: Any) -> None:
-    server = await start(template="{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "chat template does not mention tools"),
+        ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "--tool-call-parser none"),
+    ],
+)
+async def test_tools_that_would_not_be_seen_or_whose_calls_would_not_be_read_are_refused(
+    start: Any, template: str | None, words: str
+) -> None:
+    server = await start(template=template)
     status, error = await server.refused(tools=[TOOL])
-    assert (status, error["param"]) == (400, "tools")
-    assert "--tool-call-parser none" in error["message"]
+    assert (status, error["param"], words in error["message"]) == (400, "tools", True)
     assert (await server.chat(max_tokens=2))["object"] == "chat.completion"
 
 
@@ -298,13 +277,6 @@ async def test_the_stop_string_that_ended_an_answer_is_named(start: Any) -> None
     for stop, found in ((["two", "STOP"], "STOP"), (["none"], None)):
         answer = await chat_with_tools(server, stop=stop)
         assert answer["choices"][0]["stop_reason"] == found
-
-
-async def test_tools_that_the_model_would_not_see_are_refused(start: Any) -> None:
-    server = await start()
-    status, error = await server.refused(tools=[TOOL])
-    assert (status, error["param"]) == (400, "tools")
-    assert "chat template" in error["message"]
 
 
 @pytest.mark.parametrize(
