@@ -136,8 +136,6 @@ def test_what_is_no_client_is_refused_with_what_would_be_one() -> None:
         (Fault.disconnect(), "could not be reached"),
         (Fault(429, retry_after=7), "answered 429: scripted fault 429"),
         (Fault(500), "answered 500"),
-        (Fault(503), "answered 503"),
-        (Fault(529), "answered 529"),
     ],
 )
 async def test_what_may_pass_is_worth_another_try(fault: Fault, text: str) -> None:
@@ -298,13 +296,6 @@ async def test_a_client_that_somebody_put_something_into_is_called_and_not_copie
     patched.chat.completions.create = AsyncMock(return_value="answer")  # type: ignore[method-assign]
     assert await one_call(patched) == "answer"
     await patched.close()
-
-
-async def test_a_timeout_inside_a_client_is_worth_another_try() -> None:
-    client = MagicMock(base_url="http://there")
-    client.chat.completions.create = AsyncMock(side_effect=TimeoutError("theirs"))
-    with pytest.raises(RetryableError, match="theirs"):
-        await ClientBackend(client).call("/chat/completions", ASK)
 
 
 def message_of(

@@ -194,20 +194,6 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
             blocks.submit_batch(BatchRequest(2, requests(2)))
 
 
-def test_an_environment_that_exits_cannot_take_the_thread_with_it() -> None:
-    class Exits(Asks):
-        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-            async def own_task() -> None:
-                raise SystemExit(3)
-
-            await asyncio.create_task(own_task())
-
-    with FakeOpenAIServer() as server, generator(server, Exits()) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0)))
-        with pytest.raises(GenerationError):
-            blocks.get_batch(0)
-
-
 def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server) as blocks:
         blocks.submit_batch(BatchRequest(0, requests(0)))
@@ -268,11 +254,6 @@ def test_a_closed_generator_says_so_and_may_be_closed_again() -> None:
                 call()
         after = set(threading.enumerate()) - before
         assert not any(thread.name == "verifiers-generator" for thread in after)
-
-
-def test_closing_before_the_start_is_fine() -> None:
-    with FakeOpenAIServer("4") as server:
-        generator(server).close()
 
 
 @pytest.mark.parametrize(
