@@ -108,8 +108,8 @@ async def test_a_closed_limiter_lets_nothing_begin_and_what_is_in_flight_end(bou
 def test_limits_that_let_nothing_through_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_concurrent is 0"):
         Limiter(0)
-    with pytest.raises(ConfigError, match=r"requests_per_second is -1\.0"):
-        Limiter(requests_per_second=-1.0)
+    with pytest.raises(ConfigError, match=r"requests_per_second is 0\.0"):
+        Limiter(requests_per_second=0.0)
     with pytest.raises(ConfigError, match="both must be 1 or more"):
         AdaptiveLimiter(maximum=0)
 
