@@ -92,16 +92,13 @@ def test_work_on_a_loop_ends_where_its_caller_is_interrupted_while_it_hands_it_o
         finally:
             ended.set()
 
-    async def nothing() -> None:
-        pass
-
     def interrupted(coroutine: Any, loop: asyncio.AbstractEventLoop) -> None:
         submit(coroutine, loop)
         if begins_first:
             began.wait(30)
         raise KeyboardInterrupt
 
-    thread = LoopThread(close_last=nothing, failed=lambda error: None)
+    thread = LoopThread(failed=lambda error: None)
     thread.start()
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):
