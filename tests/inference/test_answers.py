@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from verifiers.errors import ProviderError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
@@ -78,11 +79,8 @@ async def long_answers() -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/{form}/{size}/v1/chat/completions", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with TestServer(app) as server:
+        yield str(server.make_url("/")).rstrip("/")
 
 
 @pytest.mark.parametrize("status", [301, 307])
@@ -97,15 +95,12 @@ async def test_nothing_is_sent_on_to_another_place(status: int) -> None:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", send_on)
-    runner = web.AppRunner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    with pytest.raises(ProviderError, match=rf"answered {status} and sends on to 'https://there.example") as caught:
-        await ask(url, headers={"api-key": "12345678"})
+    said = rf"answered {status} and sends on to 'https://there.example"
+    async with TestServer(app) as server:
+        with pytest.raises(ProviderError, match=said) as caught:
+            await ask(str(server.make_url("/v1")), headers={"api-key": "12345678"})
     assert "s3cret" not in str(caught.value)
     assert asked == ["/v1/chat/completions"]
-    await runner.cleanup()
 
 
 async def test_a_message_of_a_text_completion_may_be_anything() -> None:

@@ -129,49 +129,35 @@ def test_what_is_no_client_is_refused_with_what_would_be_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"),
+    ("fault", "retryable", "text"),
     [
-        (Fault.malformed(), "body that is not JSON"),
-        (Fault(200, body="[1]"), "list instead of an object"),
-        (Fault.disconnect(), "could not be reached"),
-        (Fault(429, retry_after=7), "answered 429: scripted fault 429"),
-        (Fault(500), "answered 500"),
+        (Fault.malformed(), True, "body that is not JSON"),
+        (Fault.disconnect(), True, "could not be reached"),
+        (Fault(429, retry_after=7), True, "answered 429: scripted fault 429"),
+        (Fault(500), True, "answered 500"),
+        *((Fault(status), False, f"answered {status}: scripted") for status in (400, 401, 403, 404, 422)),
     ],
 )
-async def test_what_may_pass_is_worth_another_try(fault: Fault, text: str) -> None:
+async def test_a_failure_means_the_same_over_http_and_of_a_client_called_as_given(
+    fault: Fault, retryable: bool, text: str
+) -> None:
     async with FakeOpenAIServer(faults=fault) as server:
-        with pytest.raises(RetryableError, match=text) as caught:
+        with pytest.raises(ProviderError, match=text) as over_http:
             await one_call(Endpoint(server.url))
-    assert caught.value.retry_after_s == (7.0 if fault.retry_after else None)
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-async def test_what_would_fail_again_is_not(status: int) -> None:
-    async with FakeOpenAIServer(faults=Fault(status, times=2, body={"error": {"message": "never"}})) as server:
-        for client in (Endpoint(server.url), openai.AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0)):
-            with pytest.raises(ProviderError, match=f"answered {status}: never") as caught:
-                await one_call(client)
-            assert not isinstance(caught.value, RetryableError)
-            assert caught.value.status == status
-
-
-@pytest.mark.parametrize(
-    ("fault", "retryable"),
-    [
-        (Fault(429, retry_after=7), True),
-        (Fault(500), True),
-        (Fault.disconnect(), True),
-        (Fault.malformed(), True),
-        (Fault(401), False),
-        (Fault(404), False),
-    ],
-)
-async def test_errors_of_a_client_called_as_given_have_the_same_meaning(fault: Fault, retryable: bool) -> None:
-    with pytest.raises(ProviderError) as caught:
+    with pytest.raises(ProviderError) as of_client:
         await one_call(FakeClient(faults=fault))
-    assert isinstance(caught.value, RetryableError) is retryable
-    if fault.retry_after:
-        assert caught.value.retry_after_s == 7.0  # type: ignore[attr-defined]
+    for caught in (over_http, of_client):
+        assert isinstance(caught.value, RetryableError) is retryable
+        if not retryable:
+            assert caught.value.status == fault.status
+        if fault.retry_after:
+            assert caught.value.retry_after_s == 7.0  # type: ignore[attr-defined]
+
+
+async def test_a_body_that_is_no_object_is_a_failed_try() -> None:
+    async with FakeOpenAIServer(faults=Fault(200, body="[1]")) as server:
+        with pytest.raises(RetryableError, match="list instead of an object"):
+            await one_call(server.url)
 
 
 @pytest.mark.parametrize("calls", [[3], [{"id": "c"}], 3])

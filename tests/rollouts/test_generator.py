@@ -208,33 +208,25 @@ def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gate
         assert blocks.get_batch(0).block_id == 0
 
 
-def test_close_wakes_every_waiter_for_a_block(gates: Gates) -> None:
+def test_close_wakes_every_waiter(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates:
         blocks = generator(server).start()
         blocks.submit_batch(BatchRequest(0, requests(0)))
-        thread, raised = in_thread(lambda: blocks.get_batch(0))
-        server.wait_until(lambda s: s.in_flight == 4, 60.0)
-        blocks.close()
-        thread.join(60)
-        assert [type(error) for error in raised] == [GeneratorClosedError]
-        # what was in flight is cancelled: the server sees its callers go
-        server.wait_until(lambda s: s.in_flight == 0, 60.0)
-
-
-def test_close_wakes_every_waiter_for_work_on_its_loop(gates: Gates) -> None:
-    with FakeOpenAIServer("4") as server:
-        blocks = generator(server).start()
         begun = threading.Event()
 
         async def forever() -> None:
             begun.set()
             await asyncio.get_running_loop().create_future()
 
-        thread, raised = in_thread(lambda: blocks.run(forever(), 60))
+        waiting = [in_thread(lambda: blocks.get_batch(0)), in_thread(lambda: blocks.run(forever(), 60))]
+        server.wait_until(lambda s: s.in_flight == 4, 60.0)
         assert begun.wait(60)
         blocks.close()
-        thread.join(60)
-        assert [type(error) for error in raised] == [GeneratorClosedError]
+        for thread, raised in waiting:
+            thread.join(60)
+            assert [type(error) for error in raised] == [GeneratorClosedError]
+        # what was in flight is cancelled: the server sees its callers go
+        server.wait_until(lambda s: s.in_flight == 0, 60.0)
 
 
 def test_a_closed_generator_says_so_and_may_be_closed_again() -> None:
