@@ -335,7 +335,7 @@ class ClientBackend:
                 field = "message" if path == CHAT else "text"
                 read_completion(answer.model_dump(warnings=False), self.base_url, field)
             return answer
-        except (ProviderError, OverlongPromptError, asyncio.CancelledError):
+        except (ProviderError, OverlongPromptError):
             raise
         except Exception as error:
             meaning = client_error(url_without_secrets(self.base_url), error)
