@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import ipaddress
 import socket
 import ssl
 import sys
@@ -352,9 +351,28 @@ def test_a_line_break_in_a_key_or_header_is_refused(key: str, headers: dict[str,
         Endpoint("http://127.0.0.1:8000/v1", key, headers)
 
 
-@pytest.fixture
-async def tls_and_plain(tmp_path: Path) -> AsyncIterator[tuple[int, int]]:
-    """Return the ports of a server that speaks TLS with a certificate of its own, and of one that does not."""
+def self_signed() -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    certificate = made.sign(key, hashes.SHA256())
+    kind = serialization.PrivateFormat.PKCS8
+    text = key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption())
+    return text + certificate.public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize(
+    ("speaks_tls", "told"),
+    [(True, "cannot be verified .*SSL_CERT_FILE"), (False, "does not speak TLS .*is it http://")],
+)
+async def test_a_disagreement_about_tls_is_permanent_and_says_what_to_do(
+    speaks_tls: bool, told: str, tmp_path: Path
+) -> None:
     certified = tmp_path / "both.pem"
     certified.write_bytes(self_signed())
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -366,35 +384,8 @@ async def tls_and_plain(tmp_path: Path) -> AsyncIterator[tuple[int, int]]:
             writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
             writer.close()
 
-    servers = [await asyncio.start_server(answer, "127.0.0.1", 0, ssl=given) for given in (context, None)]
-    yield servers[0].sockets[0].getsockname()[1], servers[1].sockets[0].getsockname()[1]
-    for server in servers:
-        server.close()
-
-
-def self_signed() -> bytes:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.datetime.now(datetime.UTC)
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    made = made.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-    named = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = made.add_extension(named, critical=False).sign(key, hashes.SHA256())
-    kind = serialization.PrivateFormat.PKCS8
-    text = key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption())
-    return text + certificate.public_bytes(serialization.Encoding.PEM)
-
-
-@pytest.mark.parametrize(
-    ("which", "told"),
-    [(0, "cannot be verified .*SSL_CERT_FILE"), (1, "does not speak TLS .*is it http://")],
-)
-async def test_a_disagreement_about_tls_is_permanent_and_says_what_to_do(
-    which: int, told: str, tls_and_plain: tuple[int, int]
-) -> None:
-    with pytest.raises(ProviderError, match=told) as caught:
-        await one_call(f"https://127.0.0.1:{tls_and_plain[which]}/v1")
+    given = context if speaks_tls else None
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=given) as server:
+        with pytest.raises(ProviderError, match=told) as caught:
+            await one_call(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
     assert not isinstance(caught.value, RetryableError)
