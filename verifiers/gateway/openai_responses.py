@@ -15,7 +15,6 @@ from verifiers.gateway.calls import (
     SAMPLING_ARGUMENTS,
     AgentCall,
     RefusedCallError,
-    function_call,
     joined_text,
     named_event,
     note_left_out,
@@ -29,6 +28,7 @@ from verifiers.gateway.calls import (
 )
 from verifiers.gateway.session import Session, read_arguments
 from verifiers.inference.endpoint import CHAT
+from verifiers.types import ToolCall
 
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
 _READ = frozenset(
@@ -219,8 +219,8 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
                 arguments = json.dumps({"input": _text(item, "input", place)}, ensure_ascii=False)
             else:
                 arguments = _text(item, "arguments", place)
-            made = function_call(call_id, _chat_name(name, item.get("namespace")), arguments)
-            made["function"]["arguments"] = session.arguments_text(call_id, arguments)
+            written = session.arguments_text(call_id, arguments)
+            made = ToolCall(call_id, _chat_name(name, item.get("namespace")), written)
             messages[-1].setdefault("tool_calls", []).append(made)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             output = _content(item.get("output"), f"{place}.output")
