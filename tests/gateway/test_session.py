@@ -47,17 +47,6 @@ async def test_a_sealed_session_answers_409_and_adds_nothing(opened: Any) -> Non
     assert len(server.requests) == 1
 
 
-async def test_a_budget_of_calls_ends_the_rollout_as_truncated(opened: Any) -> None:
-    session, url, server = await opened(budget=Budget(calls=2))
-    await ask(url, session.key, "one")
-    await ask(url, session.key, "two")
-    with pytest.raises(openai.PermissionDeniedError, match="budget"):
-        await ask(url, session.key, "three")
-    assert session.is_over_budget.is_set()
-    assert session.newest_failure is not None
-    assert len(server.requests) == 2
-
-
 async def test_a_budget_of_tokens_bounds_the_next_call(opened: Any) -> None:
     session, url, server = await opened("four", budget=Budget(completion_tokens=12), sampling_args={"max_tokens": 8})
     for text in ("one", "two", "three"):

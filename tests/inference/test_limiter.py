@@ -59,24 +59,6 @@ async def test_a_slot_comes_back_when_its_holder_fails_or_its_waiter_is_cancelle
         assert limiter.in_flight == 1
 
 
-async def test_room_is_there_when_nothing_queues() -> None:
-    limiter = Limiter(1)
-    release = asyncio.Event()
-
-    async def hold() -> None:
-        async with limiter.slot():
-            await release.wait()
-
-    holders = [asyncio.create_task(hold()) for _ in range(2)]
-    room = asyncio.create_task(limiter.wait_for_room())
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not room.done()
-    release.set()
-    async with asyncio.timeout(5):
-        await asyncio.gather(room, *holders)
-
-
 @pytest.mark.parametrize("bound", [2, None])
 async def test_a_closed_limiter_lets_nothing_begin_and_what_is_in_flight_end(bound: int | None) -> None:
     limiter = Limiter(bound)
