@@ -238,18 +238,6 @@ async def test_the_key_is_in_no_repr_and_no_error() -> None:
         await backend.close()
 
 
-async def test_a_backend_serves_a_second_event_loop_with_a_session_of_its_own(server: FakeOpenAIServer) -> None:
-    backend = HttpBackend(Endpoint(server.url))
-
-    async def call_and_close() -> None:
-        await backend.call("/chat/completions", ASK)
-        await backend.close()
-
-    await asyncio.to_thread(asyncio.run, call_and_close())
-    await call_and_close()
-    assert server.request_count == 2
-
-
 @pytest.mark.parametrize("kind", [openai.AsyncAzureOpenAI, openai.AzureOpenAI])
 async def test_the_retries_of_an_sdk_are_switched_off_and_the_client_is_not_changed(kind: Any) -> None:
     asked = 0
