@@ -43,12 +43,13 @@ def test_a_backend_that_nobody_closes_leaves_no_connection_behind_its_loop() -> 
             arguments = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
             await backend.call("/chat/completions", arguments)
 
-        for _ in range(2):
+        for number in (1, 2):
             asyncio.run(ask())
             assert backend._session is not None
             assert backend._session.closed
-            backend._session = None
-            gc.collect()
+            assert server.request_count == number
+        backend._session = None
+        gc.collect()
 
 
 def test_synchronous_calls_share_one_loop_wherever_they_come_from() -> None:
@@ -92,16 +93,13 @@ def test_work_on_a_loop_ends_where_its_caller_is_interrupted_while_it_hands_it_o
         finally:
             ended.set()
 
-    async def nothing() -> None:
-        pass
-
     def interrupted(coroutine: Any, loop: asyncio.AbstractEventLoop) -> None:
         submit(coroutine, loop)
         if begins_first:
             began.wait(30)
         raise KeyboardInterrupt
 
-    thread = LoopThread(close_last=nothing, failed=lambda error: None)
+    thread = LoopThread(failed=lambda error: None)
     thread.start()
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):

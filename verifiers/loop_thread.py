@@ -55,8 +55,8 @@ class LoopThread:
     def __init__(
         self,
         *,
-        close_last: Callable[[], Coroutine[Any, Any, None]],
         failed: Callable[[BaseException], None],
+        close_last: Callable[[], Coroutine[Any, Any, None]] | None = None,
         name: str = "verifiers-generator",
     ) -> None:
         self._close_last, self.failed = close_last, failed
@@ -203,7 +203,8 @@ class LoopThread:
                     task.cancel()
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            loop.run_until_complete(self._close_last())
+            if self._close_last is not None:
+                loop.run_until_complete(self._close_last())
             loop.run_until_complete(loop.shutdown_asyncgens())
         except Exception as error:
             self.failed(error)
@@ -246,12 +247,7 @@ def run_blocking(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
             # raised on the loop, they would end it while the next call is on its way there
             return None, error
 
-    future = asyncio.run_coroutine_threadsafe(outcome(), thread.loop)
-    try:
-        result, error = future.result()
-    finally:
-        # where Ctrl-C interrupted the caller, the work ends too
-        future.cancel()
+    result, error = thread.run(outcome(), math.inf)
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
@@ -262,15 +258,11 @@ def _loop_of_synchronous_calls() -> LoopThread:
     with _synchronous_calls:
         # a forked child has none of its parent's threads
         if _synchronous_loop is None or _synchronous_loop[0] != os.getpid() or not _synchronous_loop[1].is_alive:
-            thread = LoopThread(close_last=_nothing, failed=_log_failure, name="verifiers-sync")
+            thread = LoopThread(failed=_log_failure, name="verifiers-sync")
             thread.start()
             atexit.register(thread.close)
             _synchronous_loop = os.getpid(), thread
         return _synchronous_loop[1]
-
-
-async def _nothing() -> None:
-    pass
 
 
 def _log_failure(error: BaseException) -> None:

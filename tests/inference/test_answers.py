@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from verifiers.errors import ProviderError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.endpoint_registry import load_endpoints
 from verifiers.inference.retry import RetryableError
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.testing import FakeOpenAIServer, Fault
@@ -26,12 +26,17 @@ def completion(message: dict[str, Any]) -> dict[str, Any]:
     return {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **message}}]}
 
 
+async def ask(url: str, asked: dict[str, Any] = ASK, path: str = "/chat/completions", **settings: Any) -> Any:
+    backend = HttpBackend(Endpoint(url, **settings))
+    try:
+        return await backend.call(path, asked)
+    finally:
+        await backend.close()
+
+
 async def read(message: dict[str, Any]) -> Any:
     async with FakeOpenAIServer(faults=Fault(200, body=completion(message))) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        answer = await backend.call("/chat/completions", ASK)
-        await backend.close()
-    return answer.choices[0].message
+        return (await ask(server.url)).choices[0].message
 
 
 @pytest.mark.parametrize(
@@ -57,10 +62,8 @@ async def test_content_in_parts_and_thoughts_by_another_name_are_read() -> None:
 
 async def test_half_a_character_can_be_sent_back() -> None:
     async with FakeOpenAIServer("4") as server:
-        backend = HttpBackend(Endpoint(server.url))
         content = 'say "\ud83d", \ud83d\ude00'
-        await backend.call("/chat/completions", {"model": "m", "messages": [{"role": "user", "content": content}]})
-        await backend.close()
+        await ask(server.url, {"model": "m", "messages": [{"role": "user", "content": content}]})
         assert server.requests[0].messages[0]["content"] == 'say "\ufffd", \U0001f600'
 
 
@@ -76,11 +79,8 @@ async def long_answers() -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/{form}/{size}/v1/chat/completions", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with TestServer(app) as server:
+        yield str(server.make_url("/")).rstrip("/")
 
 
 @pytest.mark.parametrize("status", [301, 307])
@@ -95,41 +95,27 @@ async def test_nothing_is_sent_on_to_another_place(status: int) -> None:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", send_on)
-    runner = web.AppRunner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    backend = HttpBackend(Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", headers={"api-key": "12345678"}))
-    with pytest.raises(ProviderError, match=rf"answered {status} and sends on to 'https://there.example") as caught:
-        await backend.call("/chat/completions", ASK)
+    said = rf"answered {status} and sends on to 'https://there.example"
+    async with TestServer(app) as server:
+        with pytest.raises(ProviderError, match=said) as caught:
+            await ask(str(server.make_url("/v1")), headers={"api-key": "12345678"})
     assert "s3cret" not in str(caught.value)
     assert asked == ["/v1/chat/completions"]
-    await backend.close()
-    await runner.cleanup()
 
 
 async def test_a_message_of_a_text_completion_may_be_anything() -> None:
     body = {"choices": [{"text": "5", "message": "5", "finish_reason": "stop"}]}
     async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        answer = await backend.call("/completions", {"model": "m", "prompt": "2+3="})
-        await backend.close()
+        answer = await ask(server.url, {"model": "m", "prompt": "2+3="}, "/completions")
     assert sampled_tokens(plain_data(answer)).refusal is None
 
 
 @pytest.mark.parametrize("form", ["plain", "packed"])
 async def test_an_answer_above_the_limit_is_a_failed_try_that_names_the_setting(long_answers: str, form: str) -> None:
-    backend = HttpBackend(Endpoint(f"{long_answers}/{form}/{3 * MB}/v1", max_answer_mb=2))
+    url = f"{long_answers}/{form}/{3 * MB}/v1"
     with pytest.raises(RetryableError, match=r"more than 2 MiB.*max_answer_mb"):
-        await backend.call("/chat/completions", ASK)
-    await backend.close()
-    backend = HttpBackend(Endpoint(f"{long_answers}/{form}/{33 * MB}/v1"))
-    with pytest.raises(RetryableError, match="more than 32 MiB"):
-        await backend.call("/chat/completions", ASK)
-    await backend.close()
-    backend = HttpBackend(Endpoint(f"{long_answers}/{form}/{3 * MB}/v1"))
-    answer = await backend.call("/chat/completions", ASK)
-    assert len(answer.choices[0].message.content) == 3 * MB
-    await backend.close()
+        await ask(url, max_answer_mb=2)
+    assert len((await ask(url)).choices[0].message.content) == 3 * MB
 
 
 async def test_a_long_answer_is_parsed_off_the_loop(long_answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,17 +128,5 @@ async def test_a_long_answer_is_parsed_off_the_loop(long_answers: str, monkeypat
 
     monkeypatch.setattr("json.loads", note)
     for size in (1, 2 * MB):
-        backend = HttpBackend(Endpoint(f"{long_answers}/plain/{size}/v1"))
-        await backend.call("/chat/completions", ASK)
-        await backend.close()
+        await ask(f"{long_answers}/plain/{size}/v1")
     assert parsed == [True, False]
-
-
-def test_the_limit_of_a_registered_endpoint_is_a_number_above_0(tmp_path: Any) -> None:
-    path = tmp_path / "endpoints.toml"
-    entry = '[endpoints.small]\nmodel = "m"\nurl = "http://h/v1"\nmax_answer_mb = '
-    path.write_text(f"{entry}64")
-    assert load_endpoints(path)["small"].max_answer_mb == 64
-    path.write_text(f"{entry}0")
-    with pytest.raises(ValueError, match="max_answer_mb: Input should be greater than 0"):
-        load_endpoints(path)

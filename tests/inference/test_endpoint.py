@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import ipaddress
 import socket
 import ssl
 import sys
@@ -129,51 +128,35 @@ def test_what_is_no_client_is_refused_with_what_would_be_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"),
+    ("fault", "retryable", "text"),
     [
-        (Fault.malformed(), "body that is not JSON"),
-        (Fault(200, body="[1]"), "list instead of an object"),
-        (Fault.disconnect(), "could not be reached"),
-        (Fault(429, retry_after=7), "answered 429: scripted fault 429"),
-        (Fault(500), "answered 500"),
-        (Fault(503), "answered 503"),
-        (Fault(529), "answered 529"),
+        (Fault.malformed(), True, "body that is not JSON"),
+        (Fault.disconnect(), True, "could not be reached"),
+        (Fault(429, retry_after=7), True, "answered 429: scripted fault 429"),
+        (Fault(500), True, "answered 500"),
+        *((Fault(status), False, f"answered {status}: scripted") for status in (400, 401, 403, 404, 422)),
     ],
 )
-async def test_what_may_pass_is_worth_another_try(fault: Fault, text: str) -> None:
+async def test_a_failure_means_the_same_over_http_and_of_a_client_called_as_given(
+    fault: Fault, retryable: bool, text: str
+) -> None:
     async with FakeOpenAIServer(faults=fault) as server:
-        with pytest.raises(RetryableError, match=text) as caught:
+        with pytest.raises(ProviderError, match=text) as over_http:
             await one_call(Endpoint(server.url))
-    assert caught.value.retry_after_s == (7.0 if fault.retry_after else None)
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-async def test_what_would_fail_again_is_not(status: int) -> None:
-    async with FakeOpenAIServer(faults=Fault(status, times=2, body={"error": {"message": "never"}})) as server:
-        for client in (Endpoint(server.url), openai.AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0)):
-            with pytest.raises(ProviderError, match=f"answered {status}: never") as caught:
-                await one_call(client)
-            assert not isinstance(caught.value, RetryableError)
-            assert caught.value.status == status
-
-
-@pytest.mark.parametrize(
-    ("fault", "retryable"),
-    [
-        (Fault(429, retry_after=7), True),
-        (Fault(500), True),
-        (Fault.disconnect(), True),
-        (Fault.malformed(), True),
-        (Fault(401), False),
-        (Fault(404), False),
-    ],
-)
-async def test_errors_of_a_client_called_as_given_have_the_same_meaning(fault: Fault, retryable: bool) -> None:
-    with pytest.raises(ProviderError) as caught:
+    with pytest.raises(ProviderError) as of_client:
         await one_call(FakeClient(faults=fault))
-    assert isinstance(caught.value, RetryableError) is retryable
-    if fault.retry_after:
-        assert caught.value.retry_after_s == 7.0  # type: ignore[attr-defined]
+    for caught in (over_http, of_client):
+        assert isinstance(caught.value, RetryableError) is retryable
+        if not retryable:
+            assert caught.value.status == fault.status
+        if fault.retry_after:
+            assert caught.value.retry_after_s == 7.0  # type: ignore[attr-defined]
+
+
+async def test_a_body_that_is_no_object_is_a_failed_try() -> None:
+    async with FakeOpenAIServer(faults=Fault(200, body="[1]")) as server:
+        with pytest.raises(RetryableError, match="list instead of an object"):
+            await one_call(server.url)
 
 
 @pytest.mark.parametrize("calls", [[3], [{"id": "c"}], 3])
@@ -255,18 +238,6 @@ async def test_the_key_is_in_no_repr_and_no_error() -> None:
         await backend.close()
 
 
-async def test_a_backend_serves_a_second_event_loop_with_a_session_of_its_own(server: FakeOpenAIServer) -> None:
-    backend = HttpBackend(Endpoint(server.url))
-
-    async def call_and_close() -> None:
-        await backend.call("/chat/completions", ASK)
-        await backend.close()
-
-    await asyncio.to_thread(asyncio.run, call_and_close())
-    await call_and_close()
-    assert server.request_count == 2
-
-
 @pytest.mark.parametrize("kind", [openai.AsyncAzureOpenAI, openai.AzureOpenAI])
 async def test_the_retries_of_an_sdk_are_switched_off_and_the_client_is_not_changed(kind: Any) -> None:
     asked = 0
@@ -298,13 +269,6 @@ async def test_a_client_that_somebody_put_something_into_is_called_and_not_copie
     patched.chat.completions.create = AsyncMock(return_value="answer")  # type: ignore[method-assign]
     assert await one_call(patched) == "answer"
     await patched.close()
-
-
-async def test_a_timeout_inside_a_client_is_worth_another_try() -> None:
-    client = MagicMock(base_url="http://there")
-    client.chat.completions.create = AsyncMock(side_effect=TimeoutError("theirs"))
-    with pytest.raises(RetryableError, match="theirs"):
-        await ClientBackend(client).call("/chat/completions", ASK)
 
 
 def message_of(
@@ -354,8 +318,6 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("http://127.0.0.1:0/v1", "port 0"),
         ("http://[::1:8000/v1", "Invalid IPv6 URL"),
         ("http://::1:8000/v1", "not an HTTP address"),
-        ("http://[::1]8000/v1", "behind the brackets"),
-        ("http://fe80:0:1::2:8000/v1", "without brackets|cannot be read"),
         ("http://me:hunter2@127.0.0.1/v1", "user or password"),
         ("http://127.0.0.1/v1?version=2", "query"),
         ("http://127.0.0.1/v1#top", "query"),
@@ -363,8 +325,6 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("ftp://127.0.0.1/v1", "not an HTTP address"),
         ("127.0.0.1:8000/v1", "not an HTTP address"),
         ("http:///v1", "not an HTTP address"),
-        *((f"http://{host}/v1", "neither a name nor an address") for host in ("127.1", "1.2.3.4.5", "256.1.1.1")),
-        *((f"http://{host}/v1", "neither a name nor") for host in ("a..b", "...", "\\\\h", "ex%zz", "a" * 64)),
     ],
 )
 def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, problem: str) -> None:
@@ -379,15 +339,28 @@ def test_a_line_break_in_a_key_or_header_is_refused(key: str, headers: dict[str,
         Endpoint("http://127.0.0.1:8000/v1", key, headers)
 
 
-@pytest.mark.parametrize("name", ["X Team", "", "X:", "Größe"])
-def test_a_header_with_a_name_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="has a name that no request can hold"):
-        Endpoint("http://127.0.0.1:8000/v1", "sk-a", {name: "a"})
+def self_signed() -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    certificate = made.sign(key, hashes.SHA256())
+    kind = serialization.PrivateFormat.PKCS8
+    text = key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption())
+    return text + certificate.public_bytes(serialization.Encoding.PEM)
 
 
-@pytest.fixture
-async def tls_and_plain(tmp_path: Path) -> AsyncIterator[tuple[int, int]]:
-    """Return the ports of a server that speaks TLS with a certificate of its own, and of one that does not."""
+@pytest.mark.parametrize(
+    ("speaks_tls", "told"),
+    [(True, "cannot be verified .*SSL_CERT_FILE"), (False, "does not speak TLS .*is it http://")],
+)
+async def test_a_disagreement_about_tls_is_permanent_and_says_what_to_do(
+    speaks_tls: bool, told: str, tmp_path: Path
+) -> None:
     certified = tmp_path / "both.pem"
     certified.write_bytes(self_signed())
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -399,39 +372,8 @@ async def tls_and_plain(tmp_path: Path) -> AsyncIterator[tuple[int, int]]:
             writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
             writer.close()
 
-    servers = [await asyncio.start_server(answer, "127.0.0.1", 0, ssl=given) for given in (context, None)]
-    yield servers[0].sockets[0].getsockname()[1], servers[1].sockets[0].getsockname()[1]
-    for server in servers:
-        server.close()
-
-
-def self_signed() -> bytes:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.datetime.now(datetime.UTC)
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    made = made.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-    named = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = made.add_extension(named, critical=False).sign(key, hashes.SHA256())
-    kind = serialization.PrivateFormat.PKCS8
-    text = key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption())
-    return text + certificate.public_bytes(serialization.Encoding.PEM)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "which", "told"),
-    [
-        ("https", 0, "cannot be verified .*SSL_CERT_FILE"),
-        ("https", 1, "does not speak TLS .*is it http://"),
-        ("http", 0, "speaks TLS; is it https://"),
-    ],
-)
-async def test_a_disagreement_about_tls_is_permanent_and_says_what_to_do(
-    scheme: str, which: int, told: str, tls_and_plain: tuple[int, int]
-) -> None:
-    with pytest.raises(ProviderError, match=told) as caught:
-        await one_call(f"{scheme}://127.0.0.1:{tls_and_plain[which]}/v1")
+    given = context if speaks_tls else None
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=given) as server:
+        with pytest.raises(ProviderError, match=told) as caught:
+            await one_call(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
     assert not isinstance(caught.value, RetryableError)

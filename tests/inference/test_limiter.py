@@ -59,24 +59,6 @@ async def test_a_slot_comes_back_when_its_holder_fails_or_its_waiter_is_cancelle
         assert limiter.in_flight == 1
 
 
-async def test_room_is_there_when_nothing_queues() -> None:
-    limiter = Limiter(1)
-    release = asyncio.Event()
-
-    async def hold() -> None:
-        async with limiter.slot():
-            await release.wait()
-
-    holders = [asyncio.create_task(hold()) for _ in range(2)]
-    room = asyncio.create_task(limiter.wait_for_room())
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not room.done()
-    release.set()
-    async with asyncio.timeout(5):
-        await asyncio.gather(room, *holders)
-
-
 @pytest.mark.parametrize("bound", [2, None])
 async def test_a_closed_limiter_lets_nothing_begin_and_what_is_in_flight_end(bound: int | None) -> None:
     limiter = Limiter(bound)
@@ -108,10 +90,8 @@ async def test_a_closed_limiter_lets_nothing_begin_and_what_is_in_flight_end(bou
 def test_limits_that_let_nothing_through_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_concurrent is 0"):
         Limiter(0)
-    with pytest.raises(ConfigError, match=r"requests_per_second is -1\.0"):
-        Limiter(requests_per_second=-1.0)
-    with pytest.raises(ConfigError, match="both must be 1 or more"):
-        AdaptiveLimiter(maximum=0)
+    with pytest.raises(ConfigError, match=r"requests_per_second is 0\.0"):
+        Limiter(requests_per_second=0.0)
 
 
 async def test_a_storm_of_changes_and_cancellations_ends_with_every_slot_back() -> None:
@@ -142,9 +122,8 @@ async def test_a_storm_of_changes_and_cancellations_ends_with_every_slot_back() 
 # -- requests per second ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("per_second", "requests"), [(20.0, 5), (2000.0, 500)])
-async def test_requests_begin_in_order_and_no_faster_than_asked(per_second: float, requests: int) -> None:
-    limiter = Limiter(requests_per_second=per_second)
+async def test_requests_begin_in_order_and_no_faster_than_asked() -> None:
+    limiter = Limiter(requests_per_second=20.0)
     begun: list[tuple[int, float]] = []
 
     async def one(number: int) -> None:
@@ -152,11 +131,10 @@ async def test_requests_begin_in_order_and_no_faster_than_asked(per_second: floa
         begun.append((number, time.monotonic() - started))
 
     started = time.monotonic()
-    await asyncio.gather(*(one(number) for number in range(requests)))
-    if per_second < 100:  # on a busy machine one that is due at once overtakes late timers half a millisecond apart
-        assert [number for number, _ in begun] == list(range(requests))
+    await asyncio.gather(*(one(number) for number in range(5)))
+    assert [number for number, _ in begun] == list(range(5))
     # an event loop's timers may be early by their resolution
-    assert all(seconds >= number / per_second - 0.002 for number, seconds in begun)
+    assert all(seconds >= number / 20.0 - 0.002 for number, seconds in begun)
 
 
 async def test_late_timers_do_not_hold_a_high_rate_down() -> None:
@@ -211,78 +189,58 @@ class Work:
                 tasks.create_task(self.one(limiter))
 
 
-def test_a_share_keeps_to_its_own_bound_and_the_whole_to_its() -> None:
-    async def play() -> tuple[Work, Work, int]:
-        whole = Limiter(3)
-        mine, others, most = Work(), Work(), 0
+async def test_a_share_keeps_to_its_own_bound_and_the_whole_to_its() -> None:
+    whole = Limiter(3)
+    mine, others, most = Work(), Work(), 0
 
-        async def look() -> None:
-            nonlocal most
-            while mine.done < 20:
-                most = max(most, mine.running + others.running)
-                await asyncio.sleep(0)
+    async def look() -> None:
+        nonlocal most
+        while mine.done < 20:
+            most = max(most, mine.running + others.running)
+            await asyncio.sleep(0)
 
-        await asyncio.gather(mine.many(SubLimiter(whole, 2), 20), others.many(whole, 20), look())
-        assert whole.in_flight == 0
-        return mine, others, most
-
-    mine, others, most = asyncio.run(play())
+    await asyncio.gather(mine.many(SubLimiter(whole, 2), 20), others.many(whole, 20), look())
+    assert whole.in_flight == 0
     assert (mine.most, mine.done, others.done, most) == (2, 20, 20, 3)
 
 
-def test_work_in_a_share_does_not_keep_out_who_waits_for_room_in_the_whole() -> None:
-    async def play() -> int:
-        whole, mine, others = Limiter(16), Work(), Work()
-        busy = asyncio.create_task(mine.many(SubLimiter(whole), 500))
-        await mine.begun.wait()
-        await others.many(whole, 160)
-        done = mine.done
-        await busy
-        return done
-
+async def test_work_in_a_share_does_not_keep_out_who_waits_for_room_in_the_whole() -> None:
+    whole, mine, others = Limiter(16), Work(), Work()
+    busy = asyncio.create_task(mine.many(SubLimiter(whole), 500))
+    await mine.begun.wait()
+    await others.many(whole, 160)
     # both have their turns; those who wait for room would otherwise wait for all 500
-    assert asyncio.run(play()) < 250
+    assert mine.done < 250
+    await busy
 
 
-def test_a_closed_share_closes_nothing_else() -> None:
-    async def play() -> None:
-        whole = Limiter(1)
-        share = SubLimiter(whole)
-        share.close()
-        with pytest.raises(NoMoreSlotsError):
-            async with share.slot():
-                pass
-        async with whole.slot():
-            assert (share.free_slots, whole.in_flight) == (0, 1)
-        assert share.free_slots == 1
-
-    asyncio.run(play())
+async def test_a_closed_share_closes_nothing_else() -> None:
+    whole = Limiter(1)
+    share = SubLimiter(whole)
+    share.close()
+    with pytest.raises(NoMoreSlotsError):
+        async with share.slot():
+            pass
+    async with whole.slot():
+        assert (share.free_slots, whole.in_flight) == (0, 1)
+    assert share.free_slots == 1
 
 
-def test_what_a_call_tells_its_limiter_reaches_the_whole() -> None:
-    class Told(Limiter):
-        def __init__(self) -> None:
-            super().__init__(2)
-            self.said: list[Any] = []
-
-        def answered(self) -> None:
-            self.said.append("answered")
-
-        def rate_limited(self, retry_after_s: float | None) -> None:
-            self.said.append(retry_after_s)
-
-        async def wait_for_request(self, *, begins: bool = False) -> None:
-            self.said.append("request")
-
-    async def play() -> list[Any]:
-        whole = Told()
-        share = SubLimiter(whole, 1)
-        await share.wait_for_request()
+async def test_what_a_call_tells_its_limiter_reaches_the_whole() -> None:
+    clock = Clock()
+    whole = AdaptiveLimiter(start=100, requests_per_second=0.01, clock=clock)
+    share = SubLimiter(whole, 1)
+    await share.wait_for_request()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await share.wait_for_request()
+    share.rate_limited(40.0)
+    assert whole.max_concurrent == 80
+    clock.now += 40.0
+    whole.in_flight = 80
+    for _ in range(80):
         share.answered()
-        share.rate_limited(2.0)
-        return whole.said
-
-    assert asyncio.run(play()) == ["request", "answered", 2.0]
+    assert whole.max_concurrent == 84
 
 
 # -- a limit that follows the provider --------------------------------------------------------------------------

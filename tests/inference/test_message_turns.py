@@ -15,6 +15,7 @@ from token_world import (
     TURNS,
     Dialogue,
     TokenServer,
+    client_of,
     counts,
     digest,
     keeps,
@@ -27,7 +28,6 @@ from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, ClientBackend, Endpoint, HttpBackend
 from verifiers.inference.retry import RetryableError
 from verifiers.inference.token_in import TokenIn, token_in_for
-from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
@@ -65,26 +65,16 @@ async def test_a_template_that_cannot_be_split_gets_messages(caplog: pytest.LogC
     [{"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"extra_body": {"guided": 1}}],
 )
 async def test_a_call_that_has_no_counterpart_in_ids_goes_as_messages(fields: dict[str, Any]) -> None:
-    async with TokenServer(digest) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        client = RolloutClient(
-            backend, model="m", seed=1, require_tokens=True, token_in=TokenIn(backend, "m", "tokens", retry=NO_WAIT)
-        )
+    async with TokenServer(digest) as server, client_of(server, "tokens") as client:
         await client.chat.completions.create(model="m", messages=ASK, **fields)
-        assert list(server.bodies) == ["/v1/chat/completions"]
         await client.chat.completions.create(model="m", messages=[{**ASK[0], "content": [{"type": "text"}]}])
-        await backend.close()
     assert list(server.bodies) == ["/v1/chat/completions"]
 
 
 async def test_what_is_asked_of_judges_is_no_turn_and_goes_as_it_is() -> None:
     async with TokenServer(digest) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        client = RolloutClient(
-            backend, model="m", require_tokens=True, token_in=TokenIn(backend, "m", "tokens", retry=NO_WAIT)
-        )
-        await client.untrained.chat.completions.create(model="m", messages=ASK)
-        await backend.close()
+        async with client_of(server, "tokens") as client:
+            await client.untrained.chat.completions.create(model="m", messages=ASK)
         assert list(server.bodies) == ["/v1/chat/completions"]
         assert client.turns == []
 

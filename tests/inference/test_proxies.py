@@ -22,17 +22,15 @@ async def one_call(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://localhost:8000/v1", "http://127.1.2.3/v1", "http://[::1]:80", "http://a.localhost"]
+    ("urls", "local"),
+    [
+        (["http://localhost:8000/v1", "http://127.1.2.3/v1", "http://[::1]:80", "http://a.localhost"], True),
+        (["https://api.openai.com/v1", "http://10.0.0.1/v1", "http://localhost.example.com", "x"], False),
+    ],
+    ids=["this machine", "others"],
 )
-def test_this_machine_is_known_by_all_its_names(url: str) -> None:
-    assert is_loopback(url)
-
-
-@pytest.mark.parametrize(
-    "url", ["https://api.openai.com/v1", "http://10.0.0.1/v1", "http://localhost.example.com", "x"]
-)
-def test_other_machines_are_not_this_one(url: str) -> None:
-    assert not is_loopback(url)
+def test_this_machine_is_known_by_all_its_names(urls: list[str], local: bool) -> None:
+    assert [url for url in urls if is_loopback(url) != local] == []
 
 
 def test_proxies_of_the_environment_are_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
@@ -71,12 +72,9 @@ async def server() -> AsyncIterator[ResponsesServer]:
     scripted = ResponsesServer()
     app = web.Application()
     app.router.add_post("/v1/responses", scripted.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    scripted.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield scripted
-    await runner.cleanup()
+    async with TestServer(app) as running:
+        scripted.url = str(running.make_url("/v1"))
+        yield scripted
 
 
 async def test_a_rollout_with_tools_goes_through_and_counts_its_tokens(server: ResponsesServer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from datetime import UTC, datetime, timedelta
@@ -74,17 +73,6 @@ async def test_the_last_failure_is_raised_with_its_status_and_the_number_of_atte
         await retry(attempt, QUICK)
     assert caught.value.status == 503
     assert caught.value.body == "come back later"
-
-
-async def test_cancellation_passes_through_the_loop() -> None:
-    async def attempt() -> None:
-        raise RetryableError("busy")
-
-    task = asyncio.create_task(retry(attempt, RetryPolicy(max_attempts=9, base_s=1000.0, cap_s=1000.0)))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 def test_waits_double_up_to_the_cap_and_follow_the_servers_wish() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -156,42 +153,3 @@ async def test_waiting_for_a_server_has_an_end_that_names_the_reasons() -> None:
         # the try that lost it, and none while waiting
         assert client.retries == 1
         pool.stop()
-
-
-def test_a_list_of_urls_is_enough_where_nobody_pushes_weights(generate: Callable[..., AsyncBatchGenerator]) -> None:
-    holds = Holds(8)
-    with FakeOpenAIServer("4", latency_s=holds) as one, FakeOpenAIServer("4", latency_s=0.03) as two:
-        generator = generate([one.url, two.url])
-        generator.submit_batch(BatchRequest(0, block()))
-        holds.stop(one)
-        assert_nothing_lost(generator.get_batch(0))
-        assert two.request_count > 0
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_takes_no_rollout_with_it(generate: Callable[..., AsyncBatchGenerator]) -> None:
-    command = [sys.executable, "-m", "verifiers.testing", "--port", "0", "--answer", "4"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        lines = [process.stdout.readline() for process in processes if process.stdout is not None]
-        urls = [line.split()[3].rstrip(":") for line in lines]
-        pool = ServerPool(urls)
-        generator = generate(pool)
-        push(pool, 0)
-        killed = []
-
-        def kill() -> None:
-            if not killed and generator.finished > COUNT / 4:
-                killed.append(True)
-                processes[0].send_signal(signal.SIGKILL)
-
-        for number in range(20):
-            generator.submit_batch(BatchRequest(number, block(number)))
-            kill()
-            assert_nothing_lost(generator.get_batch(number))
-        assert killed
-        assert list(pool.down) == [urls[0]]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from token_world import (
     END,
-    NO_WAIT,
     THINK,
     TURNS,
     Dialogue,
     Template,
     TokenServer,
     calls,
+    client_of,
     digest,
     extends_each_time,
     keeps,
@@ -24,9 +25,6 @@ from token_world import (
     tools,
 )
 
-from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.token_in import TokenIn
-from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import Outcome
 
 # -- forks ------------------------------------------------------------------------------------------------------
@@ -123,18 +121,13 @@ async def test_what_the_environment_rewrites_is_sent_as_it_says_and_starts_a_row
 
 async def test_two_conversations_in_one_rollout_are_each_held() -> None:
     async with TokenServer(thinks, strips) as server:
-        backend = HttpBackend(Endpoint(server.url))
-        client = RolloutClient(
-            backend, model="m", seed=1, require_tokens=True, token_in=TokenIn(backend, "m", retry=NO_WAIT)
-        )
         talks: list[list[dict[str, Any]]] = [[{"role": "user", "content": who}] for who in ("one", "two")]
-        for turn in range(4):
-            for talk in talks:
+        async with client_of(server, "auto") as client:
+            for turn, talk in itertools.product(range(4), talks):
                 response = await client.chat.completions.create(model="m", messages=talk)
                 said = response.choices[0].message
                 assert said.reasoning_content
                 talk += [{"role": "assistant", "content": said.content}, {"role": "user", "content": f"{turn}"}]
-        await backend.close()
     assert extends_each_time(server.turns[::2])
     assert extends_each_time(server.turns[1::2])
     assert len(server.sent("/v1/chat/completions")) == 2

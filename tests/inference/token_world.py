@@ -6,20 +6,22 @@ function of the prompt's ids and the seed, so that another prompt, or another se
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.retry import RetryPolicy
-from verifiers.inference.token_in import TokenIn, token_in_for
+from verifiers.inference.token_in import Generation, TokenIn, token_in_for
+from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.types import RolloutKey
@@ -122,15 +124,13 @@ class TokenServer:
         ):
             if path not in self._absent:
                 app.router.add_post(path, handler)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        self._server = TestServer(app)
+        await self._server.start_server()
+        self.url = str(self._server.make_url("/v1"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-        await asyncio.sleep(0)
+        await self._server.close()
 
     def sent(self, path: str) -> list[dict[str, Any]]:
         return self.bodies.get(path, [])
@@ -263,6 +263,15 @@ def add(n: int) -> str:
 def tools(turns: int) -> vf.ToolEnv:
     rows = [{"prompt": ASK, "answer": ""}]
     return vf.ToolEnv(tools=[add], max_turns=turns, dataset=rows, rubric=vf.Rubric(funcs=[lambda **_: 1.0]))
+
+
+@asynccontextmanager
+async def client_of(server: TokenServer, mode: Generation) -> AsyncIterator[RolloutClient]:
+    """Give the client of a training rollout."""
+    backend = HttpBackend(Endpoint(server.url))
+    token_in = TokenIn(backend, "m", mode, retry=NO_WAIT)
+    yield RolloutClient(backend, model="m", seed=1, require_tokens=True, token_in=token_in)
+    await backend.close()
 
 
 async def play(

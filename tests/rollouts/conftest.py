@@ -1,13 +1,8 @@
-"""Test modules are imported without a package (import mode importlib), so what they share is found by path."""
+"""What every test of rollouts begins with."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

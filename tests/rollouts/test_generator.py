@@ -194,20 +194,6 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
             blocks.submit_batch(BatchRequest(2, requests(2)))
 
 
-def test_an_environment_that_exits_cannot_take_the_thread_with_it() -> None:
-    class Exits(Asks):
-        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-            async def own_task() -> None:
-                raise SystemExit(3)
-
-            await asyncio.create_task(own_task())
-
-    with FakeOpenAIServer() as server, generator(server, Exits()) as blocks:
-        blocks.submit_batch(BatchRequest(0, requests(0)))
-        with pytest.raises(GenerationError):
-            blocks.get_batch(0)
-
-
 def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server) as blocks:
         blocks.submit_batch(BatchRequest(0, requests(0)))
@@ -222,33 +208,25 @@ def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gate
         assert blocks.get_batch(0).block_id == 0
 
 
-def test_close_wakes_every_waiter_for_a_block(gates: Gates) -> None:
+def test_close_wakes_every_waiter(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates:
         blocks = generator(server).start()
         blocks.submit_batch(BatchRequest(0, requests(0)))
-        thread, raised = in_thread(lambda: blocks.get_batch(0))
-        server.wait_until(lambda s: s.in_flight == 4, 60.0)
-        blocks.close()
-        thread.join(60)
-        assert [type(error) for error in raised] == [GeneratorClosedError]
-        # what was in flight is cancelled: the server sees its callers go
-        server.wait_until(lambda s: s.in_flight == 0, 60.0)
-
-
-def test_close_wakes_every_waiter_for_work_on_its_loop(gates: Gates) -> None:
-    with FakeOpenAIServer("4") as server:
-        blocks = generator(server).start()
         begun = threading.Event()
 
         async def forever() -> None:
             begun.set()
             await asyncio.get_running_loop().create_future()
 
-        thread, raised = in_thread(lambda: blocks.run(forever(), 60))
+        waiting = [in_thread(lambda: blocks.get_batch(0)), in_thread(lambda: blocks.run(forever(), 60))]
+        server.wait_until(lambda s: s.in_flight == 4, 60.0)
         assert begun.wait(60)
         blocks.close()
-        thread.join(60)
-        assert [type(error) for error in raised] == [GeneratorClosedError]
+        for thread, raised in waiting:
+            thread.join(60)
+            assert [type(error) for error in raised] == [GeneratorClosedError]
+        # what was in flight is cancelled: the server sees its callers go
+        server.wait_until(lambda s: s.in_flight == 0, 60.0)
 
 
 def test_a_closed_generator_says_so_and_may_be_closed_again() -> None:
@@ -270,17 +248,9 @@ def test_a_closed_generator_says_so_and_may_be_closed_again() -> None:
         assert not any(thread.name == "verifiers-generator" for thread in after)
 
 
-def test_closing_before_the_start_is_fine() -> None:
-    with FakeOpenAIServer("4") as server:
-        generator(server).close()
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_batches_ahead": -1}, {"max_concurrent": 0}, {"requests_per_second": 0.0}], ids=str
-)
-def test_settings_that_cannot_work_are_refused_before_a_thread_is_started(options: dict[str, Any]) -> None:
-    with FakeOpenAIServer("4") as server, pytest.raises(ConfigError, match=next(iter(options))):
-        generator(server, **options)
+def test_blocks_ahead_are_none_or_more() -> None:
+    with pytest.raises(ConfigError, match="num_batches_ahead is -1"):
+        AsyncBatchGenerator(Asks(), "http://127.0.0.1:9/v1", "policy", num_batches_ahead=-1)
 
 
 def test_other_work_runs_on_the_loop_under_the_same_limit_and_a_deadline() -> None:

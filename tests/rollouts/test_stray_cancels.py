@@ -10,11 +10,9 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import RolloutKey
 
@@ -82,21 +80,6 @@ def test_the_policy_is_told_of_a_tool_that_does() -> None:
     rollouts = played(env_of(vf.ToolEnv, tools=[look_up]))
     assert [str(one.outcome) for one in rollouts] == ["completed"] * 4
     assert "waited for a task that was cancelled" in str(rollouts[1].completion)
-
-
-async def test_a_cancel_that_somebody_asked_for_passes() -> None:
-    class Sleeps(vf.SingleTurnEnv):
-        async def play(self, state: vf.State) -> None:
-            await asyncio.sleep(60)
-
-    backend = HttpBackend(Endpoint("http://127.0.0.1:9/v1"))
-    run = Run(env_of(Sleeps), backend, "m")
-    task = asyncio.create_task(run.play([RolloutRequest(RolloutKey(0, 0, 0), "x")]))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await backend.close()
 
 
 def test_turns_without_a_bound_are_none_or_less_than_nothing() -> None:

@@ -38,9 +38,9 @@ async def asks_for_all(states: list[Any]) -> list[list[float]]:
     return [[1.0] * state["turn"] for state in states]
 
 
-def played(*rubrics: vf.Rubric) -> Rollout:
+def played(*rubrics: vf.Rubric, kind: type[vf.MultiTurnEnv] = Dialogue) -> Rollout:
     rubric = rubrics[0] if len(rubrics) == 1 else vf.RubricGroup(list(rubrics))
-    env = Dialogue(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=rubric, max_turns=3)
+    env = kind(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=rubric, max_turns=3)
     with FakeOpenAIServer(["a", "bb", "ccc"]) as server, AsyncBatchGenerator(env, server.url, "fake") as blocks:
         blocks.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT)]))
         (rollout,) = blocks.get_batch(0, 20.0).rollouts
@@ -65,10 +65,7 @@ def test_without_any_the_turns_have_none() -> None:
         async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
             return PROMPT
 
-    env = Plain(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=vf.Rubric([lambda: 1.0]), max_turns=2)
-    with FakeOpenAIServer("a") as server, AsyncBatchGenerator(env, server.url, "fake") as blocks:
-        blocks.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT)]))
-        (rollout,) = blocks.get_batch(0, 20.0).rollouts
+    rollout = played(vf.Rubric([lambda: 1.0]), kind=Plain)
     assert rollout.turn_rewards is None is rollout.turn_advantages
 
 
@@ -78,10 +75,7 @@ def test_steps_of_another_kind_give_no_credit() -> None:
             state["trajectory"].append("a step of mine")
             return PROMPT
 
-    env = Kept(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=vf.Rubric([lambda: 1.0]), max_turns=2)
-    with FakeOpenAIServer("a") as server, AsyncBatchGenerator(env, server.url, "fake") as blocks:
-        blocks.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT)]))
-        (rollout,) = blocks.get_batch(0, 20.0).rollouts
+    rollout = played(vf.Rubric([lambda: 1.0]), kind=Kept)
     assert (rollout.reward, rollout.turn_rewards) == (1.0, None)
 
 

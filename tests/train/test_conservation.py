@@ -52,6 +52,7 @@ class Sizes:
     blocks: int
     streaming: bool
     extra: int
+    retries: int
 
     def plan(self) -> BatchPlan:
         updates_per_block = self.updates * self.passes
@@ -80,6 +81,7 @@ SIZES = st.builds(
     blocks=st.integers(1, 3),
     streaming=st.booleans(),
     extra=st.sampled_from([0, 0, 3]),
+    retries=st.integers(0, 2),
 ).filter(lambda sizes: sizes.per_device * sizes.ranks * sizes.accumulated * sizes.updates <= PROMPTS // 2)
 
 
@@ -156,7 +158,7 @@ class Loop:
             max_concurrent=limit,
             generation_timeout_s=15.0,
             generation="messages",
-            group_policy=GroupPolicy(is_zero_variance=is_zero_variance if sizes.extra else None),
+            group_policy=GroupPolicy(sizes.retries, is_zero_variance if sizes.extra else None),
         )
 
         def push(step: int) -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from verifiers.errors import ConfigError
 from verifiers.utils.data_utils import (
-    BOXED_SYSTEM_PROMPT,
-    THINK_BOXED_SYSTEM_PROMPT,
     extract_boxed_answer,
     extract_hash_answer,
     load_example_dataset,
@@ -48,11 +46,6 @@ def test_the_hash_answer_follows_the_marker_or_is_the_text() -> None:
 def test_a_strict_extractor_gives_nothing_without_a_box(text: str) -> None:
     assert extract_boxed_answer(text, strict=True) == ""
     assert extract_boxed_answer("\\boxed{42}", strict=True) == "42"
-
-
-def test_the_system_prompts_name_what_the_parsers_look_for() -> None:
-    assert "\\boxed{" in BOXED_SYSTEM_PROMPT
-    assert all(part in THINK_BOXED_SYSTEM_PROMPT for part in ("<think>", "</think>", "\\boxed{"))
 
 
 @pytest.fixture

@@ -26,10 +26,6 @@ def begin_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], None]:
     return lambda act: monkeypatch.setattr(world.Scripted, "act", staticmethod(act), raising=False)
 
 
-async def wait_for_ever(state: vf.State) -> None:
-    await asyncio.sleep(3600)
-
-
 async def nothing(state: vf.State) -> None:
     pass
 
@@ -208,6 +204,7 @@ async def test_a_score_that_is_given_up_leaves_nothing_in_the_worker() -> None:
 
 async def test_every_environment_of_a_run_is_loaded_before_the_first_rollout() -> None:
     env, other = world.one_turn(), world.Scripted()
-    workers = world.RemoteWorkers(world.InLoop, [(env, world.one_turn), (other, world.Unmade)])
-    with pytest.raises(ConfigError, match=r"could not load its environment.*cannot be made"):
+    unmade = functools.partial(world.Faulty, nonsense=1)
+    workers = world.RemoteWorkers(world.InLoop, [(env, world.one_turn), (other, unmade)])
+    with pytest.raises(ConfigError, match=r"could not load its environment.*nonsense"):
         await world.runner_of(workers.of(env)).run_groups(world.requests_of(env, [0]))

@@ -99,13 +99,6 @@ class Talkative(vf.SingleTurnEnv):
         return state
 
 
-class Unmade(vf.SingleTurnEnv):
-    """Fails where it is made."""
-
-    def __init__(self) -> None:
-        raise LookupError("it cannot be made")
-
-
 def plays_itself() -> vf.Environment:
     return PlaysItself(dataset=ROWS, rubric=vf.Rubric(funcs=[agrees]))
 

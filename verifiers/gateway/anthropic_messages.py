@@ -16,7 +16,6 @@ from verifiers.gateway.calls import (
     SAMPLING_ARGUMENTS,
     AgentCall,
     RefusedCallError,
-    function_call,
     joined_contents,
     joined_text,
     named_event,
@@ -30,6 +29,7 @@ from verifiers.gateway.calls import (
 )
 from verifiers.gateway.session import Session, read_arguments
 from verifiers.inference.endpoint import CHAT
+from verifiers.types import ToolCall
 
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
 _COUNT: TypeAdapter[Any] = TypeAdapter(MessageCountTokensParams)
@@ -206,7 +206,7 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
             thinking += block["thinking"]
         elif kind == "tool_use":
             arguments = session.arguments_text(block["id"], json.dumps(block["input"], ensure_ascii=False))
-            calls.append(function_call(block["id"], block["name"], arguments))
+            calls.append(ToolCall(block["id"], block["name"], arguments))
         elif kind == "tool_result":
             output = joined_text(block.get("content") or "", ("text",))
             if block.get("is_error") and isinstance(output, str) and "error" not in output[:40].lower():

@@ -162,10 +162,6 @@ def refuse_unsupported(body: Mapping[str, Any], known: Iterable[str], neutral: M
         )
 
 
-def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def joined_text(parts: Any, kinds: Collection[str]) -> Any:
     """Return parts that are all text as one string, as a chat template joins them; anything else as it is."""
     if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in parts):

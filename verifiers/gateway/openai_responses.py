@@ -15,7 +15,6 @@ from verifiers.gateway.calls import (
     SAMPLING_ARGUMENTS,
     AgentCall,
     RefusedCallError,
-    function_call,
     joined_text,
     named_event,
     note_left_out,
@@ -29,6 +28,7 @@ from verifiers.gateway.calls import (
 )
 from verifiers.gateway.session import Session, read_arguments
 from verifiers.inference.endpoint import CHAT
+from verifiers.types import ToolCall
 
 _BODY: TypeAdapter[Any] = TypeAdapter(Params)
 _READ = frozenset(
@@ -66,7 +66,7 @@ class ResponsesWire:
         instructions = checked.get("instructions")
         messages = [{"role": "system", "content": instructions}, *said] if instructions else said
         arguments: dict[str, Any] = {"messages": one_system_message(messages)}
-        tools = list(_functions(body.get("tools") or ()))
+        tools = [_function(tool, space) for tool, space in _members(body.get("tools") or ())]
         if tools:
             arguments["tools"] = tools
             choice = body.get("tool_choice")
@@ -219,8 +219,8 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
                 arguments = json.dumps({"input": _text(item, "input", place)}, ensure_ascii=False)
             else:
                 arguments = _text(item, "arguments", place)
-            made = function_call(call_id, _chat_name(name, item.get("namespace")), arguments)
-            made["function"]["arguments"] = session.arguments_text(call_id, arguments)
+            written = session.arguments_text(call_id, arguments)
+            made = ToolCall(call_id, _chat_name(name, item.get("namespace")), written)
             messages[-1].setdefault("tool_calls", []).append(made)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             output = _content(item.get("output"), f"{place}.output")
@@ -263,25 +263,28 @@ def _part(part: Any, place: str) -> dict[str, Any]:
     raise RefusedCallError(f"input.{place} has a part of type {kind!r:.40}, which is not supported here.")
 
 
-def _functions(tools: Any, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield what the policy can call: functions, those of namespaces, and free texts; the provider's are left out."""
+def _members(tools: Any, namespace: str | None = None) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+    """Yield the tools that the policy can call, each with the namespace it stands in; the provider's are left out."""
     if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
         raise RefusedCallError("tools: give a list of objects.")
     for tool in tools:
         kind = tool.get("type")
         if kind not in ("function", "namespace", "custom"):
             note_left_out(f"tools of type {kind!r:.40}")
-            continue
-        if not isinstance(tool.get("name"), str):
+        elif not isinstance(tool.get("name"), str):
             raise RefusedCallError(f"a tool of type {kind!r} has no name.")
-        if kind == "namespace":
-            yield from _functions(tool.get("tools") or (), tool["name"])
-            continue
-        known = ("description", "strict") if kind == "custom" else ("description", "parameters", "strict")
-        fields = {name: tool[name] for name in known if tool.get(name) is not None}
-        if kind == "custom":
-            fields["parameters"] = _CUSTOM
-        yield {"type": "function", "function": {"name": _chat_name(tool["name"], namespace), **fields}}
+        elif kind == "namespace":
+            yield from _members(tool.get("tools") or (), tool["name"])
+        else:
+            yield tool, namespace
+
+
+def _function(tool: Mapping[str, Any], namespace: str | None) -> dict[str, Any]:
+    known = ("description", "strict") if tool["type"] == "custom" else ("description", "parameters", "strict")
+    fields = {name: tool[name] for name in known if tool.get(name) is not None}
+    if tool["type"] == "custom":
+        fields["parameters"] = _CUSTOM
+    return {"type": "function", "function": {"name": _chat_name(tool["name"], namespace), **fields}}
 
 
 def _chat_name(name: str, namespace: str | None) -> str:
@@ -304,15 +307,6 @@ def _call_item(made: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> d
     text = said.get("input", said.get("arguments"))
     given = text if isinstance(text, str) else arguments
     return {"id": _new("ctc"), "type": "custom_tool_call", **item, "input": given}
-
-
-def _members(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    """Yield the named tools, each with the namespace that it stands in."""
-    for tool in tools:
-        is_space = tool.get("type") == "namespace"
-        for member in (tool.get("tools") or ()) if is_space else (tool,):
-            if isinstance(member.get("name"), str):
-                yield member, tool["name"] if is_space else None
 
 
 def _tool_choice(choice: Any) -> Any:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context, copy_context
@@ -55,12 +54,14 @@ class Exchange:
     """One generation and the connections that wait for it or read it.
 
     Attributes:
+        digest: of the call's path and body.
         max_tokens: that the call may still sample; 0 where nobody counts.
         body: the answer in the agent's dialect, made once: a repeated call gets the same ids.
         is_delivered: the whole answer, or the refusal, was written to a connection that was open to its end.
     """
 
     call: AgentCall
+    digest: bytes
     task: asyncio.Task[tuple[dict[str, Any], RecordedAnswer | None]]
     max_tokens: int = 0
     body: dict[str, Any] | None = None
@@ -107,8 +108,7 @@ class Session:
     is_sealed: bool = False
     newest_refusal: str = ""
     context: Context = field(default_factory=copy_context)
-    _exchanges: dict[bytes, list[Exchange]] = field(default_factory=lambda: defaultdict(list))
-    _order: list[Exchange] = field(default_factory=list)
+    _exchanges: list[Exchange] = field(default_factory=list)
     _refusal: RefusedCallError | None = None
     _argument_texts: dict[str, str] = field(default_factory=dict)
     _conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Session:
         """
         digest = hashlib.blake2b(body, digest_size=16).digest()
         found = self._repeated(digest, is_retry)
-        if found is None and self._exchanges.get(digest):
+        if found is None and any(exchange.digest == digest for exchange in self._exchanges):
             # the loop may not have been told yet that the earlier connection is gone
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -136,9 +136,8 @@ class Session:
         if self.is_sealed:
             raise RefusedCallError(OVER, status=409, code="session_ended")
         if found is None:
-            found = self._begin(call)
-            self._exchanges[digest].append(found)
-            self._order.append(found)
+            found = self._begin(call, digest)
+            self._exchanges.append(found)
         else:
             found.repeats += 1
         found.readers += 1
@@ -172,7 +171,7 @@ class Session:
         if self.is_sealed:
             return
         self.is_sealed = True
-        for exchange in self._order:
+        for exchange in self._exchanges:
             if not exchange.task.done():
                 exchange.task.cancel()
             elif not exchange.is_delivered and not exchange.has_failed:
@@ -216,8 +215,8 @@ class Session:
     @property
     def standing_failure(self) -> Exception | None:
         """Newest failure known to the agent that no later try repaired."""
-        good = {id(each) for known in self._exchanges.values() if any(e.body for e in known) for each in known}
-        failures = [each.failure for each in self._read_by_agent() if each.has_failed and id(each) not in good]
+        good = {exchange.digest for exchange in self._exchanges if exchange.body}
+        failures = [each.failure for each in self._read_by_agent() if each.has_failed and each.digest not in good]
         for failure in reversed(failures):
             if isinstance(failure, RefusedCallError) and failure.code == AGENTS_OWN:
                 # as where the gateway refuses it before it is asked
@@ -232,7 +231,7 @@ class Session:
         return f"a call was refused: {self.newest_refusal}" if self.newest_refusal else where_nothing_was_asked
 
     def _policy_calls(self) -> list[Exchange]:
-        return [exchange for exchange in self._order if self.is_policy(exchange.call)]
+        return [exchange for exchange in self._exchanges if self.is_policy(exchange.call)]
 
     def _read_by_agent(self) -> list[Exchange]:
         return [exchange for exchange in self._policy_calls() if exchange.is_delivered]
@@ -275,7 +274,7 @@ class Session:
     # -- one generation -------------------------------------------------------------------------------------------
 
     def _repeated(self, digest: bytes, is_retry: bool) -> Exchange | None:
-        known = [exchange for exchange in self._exchanges.get(digest, ()) if not exchange.has_failed]
+        known = [each for each in self._exchanges if each.digest == digest and not each.has_failed]
         unread = [exchange for exchange in known if not exchange.readers and not exchange.is_delivered]
         if unread:
             return unread[0]
@@ -285,7 +284,7 @@ class Session:
     async def _wait_for_tokens(self) -> None:
         """Wait, where tokens are counted, until the calls in flight leave some or have ended."""
         while self._tokens_left() == 0:
-            running = [exchange.task for exchange in self._order if not exchange.task.done()]
+            running = [exchange.task for exchange in self._exchanges if not exchange.task.done()]
             if not running:
                 break
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -293,10 +292,10 @@ class Session:
     def _tokens_left(self) -> int | None:
         if self.budget.completion_tokens is None:
             return None
-        promised = sum(exchange.max_tokens for exchange in self._order if not exchange.task.done())
+        promised = sum(exchange.max_tokens for exchange in self._exchanges if not exchange.task.done())
         return max(self.budget.completion_tokens - (self.client.usage.completion_tokens or 0) - promised, 0)
 
-    def _begin(self, call: AgentCall) -> Exchange:
+    def _begin(self, call: AgentCall, digest: bytes) -> Exchange:
         max_tokens = 0
         if call.max_tokens is not None and call.max_tokens < 1:
             raise RefusedCallError(f"max_tokens is {call.max_tokens}; give 1 or more.")
@@ -318,7 +317,7 @@ class Session:
         task = asyncio.create_task(work, context=self.context.copy())
         # nobody may be left to ask for its failure
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return Exchange(call, task, max_tokens)
+        return Exchange(call, digest, task, max_tokens)
 
     def _policy_arguments(self, call: AgentCall) -> dict[str, Any]:
         left = self._tokens_left()

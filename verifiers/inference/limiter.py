@@ -239,8 +239,6 @@ class AdaptiveLimiter(Limiter):
         requests_per_second: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if start < 1 or maximum < 1:
-            raise ConfigError(f"start is {start} and maximum {maximum}; both must be 1 or more.")
         super().__init__(min(start, maximum), requests_per_second)
         self.maximum = maximum
         self._clock = clock

@@ -209,27 +209,28 @@ def client_error(base_url: str, error: Exception) -> Exception:
     """Translate an exception of another client; its class and status decide, its text is kept."""
     status = getattr(error, "status_code", None)
     text = f"{type(error).__name__}: {error}"
-    if is_context_overflow(status, text):
-        return OverlongPromptError(str(error))
-    if isinstance(status, int) and not may_pass(error):
-        return ProviderError(text, status=status, body=text)
-    if not may_pass(error):
-        return error
     if isinstance(status, int):
         headers = getattr(getattr(error, "response", None), "headers", None) or {}
-        return RetryableError(text, status=status, body=text, retry_after_s=retry_after_s(headers))
+        return status_error(base_url or "the client", status, text, retry_after_s(headers))
+    if not may_pass(error):
+        return error
     unreachable = type(error).__name__ == "APIConnectionError" or isinstance(error, ConnectionError)
     return RetryableError(f"{base_url or 'the client'}: {text}", unreachable=unreachable)
 
 
 def _server_message(text: str) -> str:
+    inner = _error_in(text)
+    message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
+    return str(message or text)[:500] or "(empty body)"
+
+
+def _error_in(text: str) -> Any:
+    """Return what a body says of an error, without the request that some quote; one that is not JSON as it is."""
     try:
         error = json.loads(text)
-        inner = error.get("error", error) if isinstance(error, dict) else error
-        message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-        return str(message or text)[:500]
-    except (ValueError, AttributeError, RecursionError):
-        return text[:500] or "(empty body)"
+    except (ValueError, RecursionError):
+        return text
+    return error.get("error", error) if isinstance(error, dict) else error
 
 
 def reason(error: BaseException) -> str:
@@ -312,13 +313,7 @@ def _answer_alone_is_too_long(said: str) -> bool:
 
 def _said(text: str) -> str:
     """Return the server's own words; some bodies quote the request too, which may hold anything."""
-    if not text.startswith("{"):
-        return text
-    try:
-        error: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    inner = error.get("error", error)
+    inner = _error_in(text)
     if not isinstance(inner, dict):
         return str(inner)
     detail = inner.get("detail")

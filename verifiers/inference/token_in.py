@@ -27,7 +27,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from verifiers.errors import ConfigError, Error, InvalidModelResponseError, ModelError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
@@ -39,6 +39,7 @@ logger = logging.getLogger("verifiers.rollouts")
 Generation = Literal["auto", "messages", "tokens"]
 """Form in which turns are sent: "auto" by token ids from the second turn on where the server can, "tokens" always."""
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 Send = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
@@ -199,15 +200,23 @@ class TurnRenderer:
 
     def __init__(self, render: Render) -> None:
         self.render = render
-        self._end: dict[str, int] = {}
-        self._between: dict[str, list[int]] = {}
-        self._tools_checked: dict[str, str | None] = {}
+        self._found: dict[str, Any] = {}
         # rollouts that begin together ask once
         self._checking = asyncio.Lock()
 
     async def check(self) -> None:
         """Check that turns can be rendered by themselves; with tools that is checked when they are first met."""
         await self._end_of_turn({})
+
+    async def _once(self, what: str, of: Any, find: Callable[[], Awaitable[T]]) -> T:
+        """Return what was found before for the same template options and tools, or find it."""
+        key = f"{what} {json.dumps(of, sort_keys=True, default=str)}"
+        if key not in self._found:
+            async with self._checking:
+                if key not in self._found:
+                    self._found[key] = await find()
+        found: T = self._found[key]
+        return found
 
     async def extend(
         self,
@@ -270,22 +279,18 @@ class TurnRenderer:
 
     async def _between_call_and_result(self, options: Mapping[str, Any]) -> list[int]:
         """Return the ids from the end of a call's arguments to its result; the end of the turn is among them."""
-        key = _key(options)
-        if key not in self._between:
+
+        async def find() -> list[int]:
             one, two = [
                 await self._alike(_CALLING, [{**_TOLD, "content": content}], None, options)
                 for content in _TWO_ANSWERS
             ]
-            self._between[key] = [first for first, _ in _equal_pairs(one, two)]
-        return self._between[key]
+            return [first for first, _ in _equal_pairs(one, two)]
+
+        return await self._once("between", options, find)
 
     async def _end_of_turn(self, options: Mapping[str, Any]) -> int:
-        key = _key(options)
-        if key not in self._end:
-            async with self._checking:
-                if key not in self._end:
-                    self._end[key] = await self._find_end_of_turn(options)
-        return self._end[key]
+        return await self._once("end", options, lambda: self._find_end_of_turn(options))
 
     async def _find_end_of_turn(self, options: Mapping[str, Any]) -> int:
         new = [{"role": "user", "content": "b"}]
@@ -300,12 +305,8 @@ class TurnRenderer:
 
     async def _check_tools(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any], end: int) -> None:
         """Check that turns render alike with and without the tools, which were shown once, in the first prompt."""
-        key = _key([list(tools), options])
-        if key not in self._tools_checked:
-            async with self._checking:
-                if key not in self._tools_checked:
-                    self._tools_checked[key] = await self._compare_with_tools(tools, options, end)
-        reason = self._tools_checked[key]
+        of = [list(tools), options]
+        reason = await self._once("tools", of, lambda: self._compare_with_tools(tools, options, end))
         if reason is not None:
             raise CannotRenderTurnError(reason)
 
@@ -340,10 +341,6 @@ def _stand_in_calls(answer: Message, arguments: str) -> dict[str, Any]:
         function = {"name": name if _PLAIN_NAME.match(name) else "f", "arguments": arguments}
         stand_ins.append({"id": str(call["id"]), "type": "function", "function": function})
     return {"tool_calls": stand_ins}
-
-
-def _key(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 # -- a chat call, and the answers that it may continue -----------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from verifiers.errors import ConfigError
 from verifiers.inference.retry import RetryableError, status_error
-from verifiers.types import AssistantMessage, MessageRecord, Usage, content_text
+from verifiers.types import AssistantMessage, MessageRecord, ToolCall, Usage, content_text
 
 # Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
 _OPTIONAL = frozenset(
@@ -476,7 +476,10 @@ def assistant_message(message: Any) -> MessageRecord:
     reasoning, refusal = (getattr(message, name, None) for name in ("reasoning_content", "refusal"))
     plain = AssistantMessage(role="assistant", content=content or "")
     if isinstance(tool_calls, list) and tool_calls:
-        plain["tool_calls"] = [_plain_tool_call(call) for call in tool_calls]
+        plain["tool_calls"] = [
+            call if isinstance(call, dict) else ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in tool_calls
+        ]
         # read once, they answer to attributes also where they are then reached through items
         for call in plain.tool_calls:
             _ = call.function
@@ -485,17 +488,6 @@ def assistant_message(message: Any) -> MessageRecord:
     if isinstance(refusal, str) and refusal:
         plain["refusal"] = refusal
     return plain
-
-
-def _plain_tool_call(call: Any) -> dict[str, Any]:
-    if isinstance(call, dict):
-        return call
-    function = call.function
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": function.name, "arguments": function.arguments},
-    }
 
 
 # -- answers, checked ------------------------------------------------------------------------------------------------

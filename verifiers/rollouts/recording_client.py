@@ -108,7 +108,7 @@ def refuse_non_text(messages: Any, whose: str, max_images: int = 0) -> None:
     """Refuse messages of training that hold audio, files, or more images than the run takes in a prompt."""
     images = 0
     for message in () if isinstance(messages, str) else messages:
-        content = message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)
+        content = message_field(message, "content")
         for part in content if isinstance(content, list) else ():
             kind = "text" if isinstance(part, str) else str(message_field(part, "type") or "text")
             images += kind == "image_url"

@@ -16,7 +16,7 @@ import operator
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,9 @@ logger = logging.getLogger("verifiers.rollouts")
 
 FATAL_ERRORS = (ConfigError, NoMoreSlotsError)
 """Errors that every other rollout would repeat: they end the run instead of one rollout."""
+
+Player = Callable[[State], Awaitable[None]]
+"""Plays a rollout in its state."""
 
 YOUNG_OBJECTS = 50_000
 """Allocations between two young collections while rollouts run: each would walk the rollouts in flight."""
@@ -188,9 +191,9 @@ class Run:
             )
         return client
 
-    def player(self, env: Any, request: RolloutRequest) -> AbstractAsyncContextManager[Any]:
-        """Give what plays a rollout of `env`, by its `play(state)`: the environment, or a worker that has room."""
-        return nullcontext(env) if self.workers is None else self.workers.player(env, request, self.limiter)
+    def player(self, env: Any, request: RolloutRequest) -> AbstractAsyncContextManager[Player]:
+        """Give what plays a rollout of `env`: the environment's `play`, or that of a worker that has room."""
+        return nullcontext(env.play) if self.workers is None else self.workers.player(env, request, self.limiter)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -343,11 +346,11 @@ async def play(env: Any, request: RolloutRequest, run: Run) -> Rollout:
     outcome = Outcome.COMPLETED
     submitted = started = time.perf_counter()
     try:
-        async with asyncio.timeout(None) as deadline, run.player(env, request) as player, run.slot():
+        async with asyncio.timeout(None) as deadline, run.player(env, request) as play_in, run.slot():
             started = time.perf_counter()
             deadline.reschedule(asyncio.get_running_loop().time() + run.rollout_timeout_s)
             with own_cancels_fail():
-                await player.play(state)
+                await play_in(state)
     except FATAL_ERRORS:
         raise
     except OverlongPromptError:

@@ -26,7 +26,7 @@ from verifiers.inference.limiter import Limiter
 from verifiers.inference.wire import plain_data, without_tokens
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, as_role
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import Run
+from verifiers.rollouts.run import Player, Run
 from verifiers.types import RolloutScore, State
 from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data, refuse_unsendable
 
@@ -432,14 +432,14 @@ class _RemoteEnvironment:
 
 
 class _Players:
-    """The workers that play the rollouts of one call of `run_rollouts`, each through `play(state)`."""
+    """The workers that play the rollouts of one call of `run_rollouts`."""
 
     def __init__(self, pool: _Pool, index: int, env: Any) -> None:
         self._pool, self._index, self._env = pool, index, env
         self._states: list[State] = []
 
     @asynccontextmanager
-    async def player(self, env: Any, request: RolloutRequest, limiter: Limiter) -> AsyncIterator[_Player]:
+    async def player(self, env: Any, request: RolloutRequest, limiter: Limiter) -> AsyncIterator[Player]:
         """Give a player for a rollout of this environment, or of one in its group, once a worker has room."""
         if request.lost_workers >= _MOST_LOST_WORKERS:
             raise RolloutWorkerError(f"{_MOST_LOST_WORKERS} workers died under this rollout; it is not played again")
@@ -450,37 +450,27 @@ class _Players:
         with limiter.queueing():
             link = await self._pool.take(group)
         link.take(group)
-        player = _Player(link, self._index, path, group)
+        is_held = False
+
+        async def play(state: State) -> None:
+            nonlocal is_held
+            await link.play(self._index, path, group, state)
+            if state.held is not None:
+                is_held = True
+                self._states.append(state)
+
         try:
-            yield player
+            yield play
         finally:
             link.in_play -= 1
-            if player.state is None:
+            if not is_held:
                 link.give_back(group)
-            else:
-                self._states.append(player.state)
 
     def drop(self, kept: Container[int] = ()) -> None:
         """Free the rollouts that nobody will score: all but those with these ids of their states."""
         for state in self._states:
             if state.held is not None and id(state) not in kept:
                 state.held[0].drop(state)
-
-
-@dataclass(slots=True)
-class _Player:
-    """The player of one rollout; it has a state once the worker holds the rollout."""
-
-    link: WorkerLink
-    env: int
-    path: Sequence[int]
-    group: Group
-    state: State | None = None
-
-    async def play(self, state: State) -> None:
-        await self.link.play(self.env, self.path, self.group, state)
-        if state.held is not None:
-            self.state = state
 
 
 def _path_to(group: Any, env: Any) -> tuple[int, ...] | None:
