@@ -119,12 +119,8 @@ class Teacher:
             raise ConfigError(
                 f"the teacher at {url} gives no log-probs of a prompt: {error}; start vLLM or vf-serve for it."
             ) from error
-        try:
-            await self._ask([size - 1, size - 1])
-        except ProviderError as error:
-            if error.status is None or error.status >= 500:
-                raise
-            raise self._other_vocabulary(f"it does not take token id {size - 1}") from error
+        if not await self._takes(size - 1):
+            raise await self._other_vocabulary(size, "")
         for start in range(0, size, -(-size // _SAMPLES)):
             text = tokenizer.decode(range(start, min(start + 8, size)))
             ids = tokenizer.encode(text, add_special_tokens=False)
@@ -136,12 +132,27 @@ class Teacher:
                     return
                 raise
             if (given := answer.get("tokens")) != ids:
-                raise self._other_vocabulary(f"{text!r} is {ids} to the policy, and {given} to it")
+                raise await self._other_vocabulary(size, f"; {text!r} is {ids} to the policy, and {given} to it")
 
-    def _other_vocabulary(self, how: str) -> ConfigError:
+    async def _takes(self, token: int) -> bool:
+        try:
+            await self._ask([token, token])
+        except ProviderError as error:
+            if error.status is None or error.status >= 500:
+                raise
+            return False
+        return True
+
+    async def _other_vocabulary(self, size: int, example: str) -> ConfigError:
+        known, beyond = 1, 2
+        while await self._takes(beyond - 1):
+            known, beyond = beyond, 2 * beyond
+        while beyond - known > 1:
+            middle = (known + beyond) // 2
+            known, beyond = (middle, beyond) if await self._takes(middle - 1) else (known, middle)
         return ConfigError(
-            f"the teacher {self._model!r} has another vocabulary than the policy: {how}; give a teacher with the "
-            "policy's tokenizer."
+            f"the teacher {self._model!r} has another vocabulary than the policy: {known} token ids against {size}"
+            f"{example}; give a teacher with the policy's tokenizer."
         )
 
 
