@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _TEARDOWN_AFTER_FAILURE_S = 1.5
 """A run that fails has ended within 5 seconds, whatever its environments and its server wait for."""
 
+_OWN_SERVER_AWAY_S = 10.0
+"""Seconds that a server which the run has started may be away before the run ends."""
+
 
 def parser() -> CommandParser:
     parser = CommandParser(
@@ -142,6 +145,8 @@ def _train(
         stack.enter_context(server.pop_all())
         if server_url is not None:
             config.server_url = server_url()
+            # nobody starts it again
+            config.server_restart_timeout = min(config.server_restart_timeout, _OWN_SERVER_AWAY_S)
         if run.teacher is not None and run.teacher.path is not None and is_rank_0:
             # after the server, which looks how much memory is free
             start_timeout_s = run.server.start_timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from typing import IO, Any
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.installation import SERVERS, install_hint
+
+logger = logging.getLogger("verifiers.train")
 
 _END_S = 15.0
 """Longer than a server takes to end what it started itself."""
@@ -116,6 +119,8 @@ def starting_server(
             if port is not None:
                 within_s = _END_S
         finally:
+            if port is not None and process.poll() is not None:
+                logger.error("the %s server has ended by itself, with code %d: %s", name, process.returncode, _tail(log))
             _stop(process, within_s)
 
 
