@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +67,9 @@ def test_only_the_adapter_is_written_where_peft_reads_it_again(tmp_path: Path) -
         assert server.weight_version == 6
         push(sync, policy, 7)
         # a path of its own each time: vLLM tells cached prefixes apart by it
-        deadline = time.monotonic() + 60
-        while directory.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
         assert not directory.exists()
         assert (directory.parent / "version-7").is_dir()
         sync.close()
-
-
-def test_the_model_keeps_its_bits(tmp_path: Path) -> None:
-    policy = model()
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    with FakeOpenAIServer() as server:
-        sync = LoraSync(server.url, str(tmp_path))
-        push(sync, policy, 1)
-        sync.close()
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
 
 
 def test_a_refused_adapter_is_said_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

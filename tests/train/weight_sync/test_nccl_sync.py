@@ -17,7 +17,7 @@ from verifiers.errors import WeightSyncError
 from verifiers.inference import server_pool
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import nccl
-from verifiers.train.weight_sync.nccl import NcclSync, packed
+from verifiers.train.weight_sync.nccl import NcclSync
 from verifiers.train.weight_sync.protocol import WeightSync
 
 WEIGHTS = {
@@ -45,6 +45,14 @@ class Recorded:
 
     def wait(self, deadline: float) -> None:
         return
+
+
+class Groups(list[Recorded]):
+    """The groups that were made, the newest last."""
+
+    def make(self) -> Recorded:
+        self.append(Recorded())
+        return self[-1]
 
 
 def received(update: dict[str, Any], buffers: list[torch.Tensor], buffer_bytes: int) -> dict[str, torch.Tensor]:
@@ -134,21 +142,9 @@ def test_a_server_that_does_not_tell_its_workers_is_named(
     sync.close()
 
 
-def test_few_broadcasts_carry_many_parameters() -> None:
-    tensors = [torch.zeros(10, dtype=torch.float32) for _ in range(100)]
-    buffers = list(packed(tensors, 1000))
-    assert len(buffers) == 4
-    assert sum(buffer.numel() for buffer in buffers) == 4000
-
-
 def test_the_order_of_routes_is_vllms_and_the_group_is_made_once(server: FakeOpenAIServer) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
-    sync = NcclSync(server.url, make_group=make)
+    made = Groups()
+    sync = NcclSync(server.url, make_group=made.make)
     assert isinstance(sync, WeightSync)
     sync.push(WEIGHTS.items(), 1)
     sync.push(WEIGHTS.items(), 2)
@@ -162,13 +158,8 @@ def test_the_order_of_routes_is_vllms_and_the_group_is_made_once(server: FakeOpe
 
 
 def test_a_restarted_server_joins_again_and_gets_the_kept_copy(server: FakeOpenAIServer) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
-    sync = NcclSync(server.url, make_group=make)
+    made = Groups()
+    sync = NcclSync(server.url, make_group=made.make)
     live = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
     sync.push(live.items(), 1)
     for tensor in live.values():
@@ -182,15 +173,10 @@ def test_a_restarted_server_joins_again_and_gets_the_kept_copy(server: FakeOpenA
 
 
 def test_weights_that_are_loaded_twice_travel_in_one_group(server: FakeOpenAIServer) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
+    made = Groups()
     # as a run before this one left it
     server.weight_version = "partially-loaded"
-    sync = NcclSync(server.url, make_group=make)
+    sync = NcclSync(server.url, make_group=made.make)
     sync.push(WEIGHTS.items(), 1)
     assert len(calls(server, "/update_weights")) == 2
     assert len(made) == len(calls(server, "/init_weight_transfer_engine")) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,14 +134,6 @@ def test_an_adapter_is_taken_out_again_where_it_cannot_be_merged(monkeypatch: py
     assert not any(getattr(layer, "merged_adapters", ()) for layer in model.modules())
 
 
-def wait_until_gone(path: Path) -> None:
-    """Old versions are removed while the caller continues."""
-    deadline = time.monotonic() + 60
-    while path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not path.exists()
-
-
 def test_a_push_writes_one_version_and_removes_the_one_before(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
@@ -159,7 +150,7 @@ def test_a_push_writes_one_version_and_removes_the_one_before(tmp_path: Path) ->
         assert server.weight_version == 7
         assert not server.paused
         sync.push(SOME.items(), 8)
-        wait_until_gone(path)
+        assert not path.exists()
         assert [kept.name for kept in path.parent.iterdir()] == ["version-8"]
         # a restarted server can still load the newest one
         server.weight_version = "default"
@@ -194,17 +185,6 @@ def test_a_directory_without_room_is_refused_before_anything_is_written(
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
-    sync = DirectorySync("http://127.0.0.1:9/v1", str(tmp_path), timeout_s=30.0)
-    # bounds only how long it is asked again
-    sync.pool.restart_timeout_s = 0.4
-    with pytest.raises(
-        WeightSyncError, match=r"step 1 did not reach.*127\.0\.0\.1:9/pause.* got no answer: Cannot connect"
-    ):
-        sync.push(SOME.items(), 1)
-    sync.close()
-
-
 Score = Callable[[Any, Any], list[float]]
 
 
@@ -232,7 +212,6 @@ def test_the_probe_compares_every_sampled_token(prompt: Any) -> None:
             probe(server, lambda _, ids: [*right(_, ids[:-1]), float("nan")], prompt=prompt)
         with pytest.raises(WeightProbeError, match="version 3 was pushed, but the server samples from version 0"):
             probe(server, right, version=3, prompt=prompt)
-        assert json.dumps(server.requests[0].body)
 
 
 def test_in_half_precision_the_mean_difference_counts_as_one_token_may_be_far_off() -> None:
@@ -251,17 +230,6 @@ def test_in_half_precision_the_mean_difference_counts_as_one_token_may_be_far_of
         assert compare(0.4, *[0.0] * 7) == pytest.approx(0.05)
         with pytest.raises(WeightProbeError, match=r"differ from the trainer's by 0\.2600"):
             compare(*[0.26] * 8)
-
-
-def test_tied_weights_are_sent_once() -> None:
-    class Tied(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(4, 3)
-            self.head = torch.nn.Linear(3, 4, bias=False)
-            self.head.weight = self.embed.weight
-
-    assert list(policy_tensors(Tied())) == ["embed.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
