@@ -41,14 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random policies of one architecture: "policy", "other" (other weights), "tied" (tied embeddings)."""
+    """Random policies of one architecture: "policy", and "other" with other weights."""
     import vllm_world
 
     directory = tmp_path_factory.mktemp("models")
     return {
         "policy": vllm_world.make_model(directory / "policy", seed=0),
         "other": vllm_world.make_model(directory / "other", seed=1),
-        "tied": vllm_world.make_model(directory / "tied", seed=0, tied=True),
     }
 
 
