@@ -58,9 +58,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., A
 
     with ExitStack() as stack:
 
-        def start(model: Path, *args: str, dtype: str = "float32", port: int = 0) -> vllm_world.Server:
+        def start(model: Path, *args: str, dtype: str = "float32") -> vllm_world.Server:
             log = tmp_path_factory.mktemp("logs") / "vllm.log"
-            server = vllm_world.Server(model, [*args, "--dtype", dtype], log, START_S, port)
+            server = vllm_world.Server(model, [*args, "--dtype", dtype], log, START_S)
             stack.callback(server.stop)
             return server.start()
 

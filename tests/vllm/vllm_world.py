@@ -31,11 +31,13 @@ class Server:
     Args:
         args: further arguments.
         log: where its output goes.
-        port: 0 picks one at the first start, which later starts take again.
+
+    Attributes:
+        port: picked at the first start; later starts take it again.
     """
 
-    def __init__(self, model: Path, args: Sequence[str], log: Path, start_s: float, port: int = 0) -> None:
-        self.model, self.log, self.port = model, log, port
+    def __init__(self, model: Path, args: Sequence[str], log: Path, start_s: float) -> None:
+        self.model, self.log, self.port = model, log, 0
         self._args, self._start_s = list(args), start_s
         self._process: subprocess.Popen[bytes] | None = None
 
