@@ -24,7 +24,7 @@ from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.config import lora_defaults
 from verifiers.train.weight_sync.protocol import policy_tensors, require_finite
 from verifiers.train.weight_sync.shared_directory import DirectorySync
-from verifiers.train.weight_sync.verification import LogprobCheck, ask_server, compare_answer
+from verifiers.train.weight_sync.verification import LogprobCheck, ask_server
 
 SOME = {"model.weight": torch.arange(4.0)}
 
@@ -188,10 +188,21 @@ def test_a_directory_without_room_is_refused_before_anything_is_written(
 Score = Callable[[Any, Any], list[float]]
 
 
-def probe(server: FakeOpenAIServer, score: Score, version: int = 0, prompt: Any = "hello") -> Any:
-    client = ServerClient(server.url)
-    answer = asyncio.run(ask_server(client, "fake", prompt, temperature=1.0, version=version))
-    return compare_answer(client, answer, score, version=version, tolerance=1e-3)
+def probe(
+    server: FakeOpenAIServer, score: Score, version: int = 0, prompt: Any = "hello", dtype: str = "float32"
+) -> list[float]:
+    """Return the differences of a check; the server computes in `dtype`."""
+    found: list[float] = []
+    pool = ServerPool([server.url])
+    check = LogprobCheck(
+        lambda: {"model": "fake", "prompt": prompt, "temperature": 1.0}, score, on_result=found.append
+    )
+    check.note_dtype(dtype)
+    try:
+        check.run(version, pool)
+    finally:
+        pool.stop()
+    return found
 
 
 @pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]], ids=["completion", "chat"])
@@ -205,7 +216,7 @@ def test_the_probe_compares_every_sampled_token(prompt: Any) -> None:
         return [*right(_, ids[:-1]), right(_, ids[-1:])[0] - 0.01]
 
     with FakeOpenAIServer("abc") as server:
-        assert probe(server, right, prompt=prompt) == 0.0
+        assert probe(server, right, prompt=prompt) == [0.0]
         with pytest.raises(WeightProbeError, match=r"differ from the trainer's by 0\.0100"):
             probe(server, wrong_in_the_last, prompt=prompt)
         with pytest.raises(WeightProbeError, match=r"differ from the trainer's by nan"):
@@ -217,19 +228,13 @@ def test_the_probe_compares_every_sampled_token(prompt: Any) -> None:
 def test_in_half_precision_the_mean_difference_counts_as_one_token_may_be_far_off() -> None:
     from verifiers.testing.script import fake_logprob
 
+    def off_by(*more: float) -> Score:
+        return lambda _, ids: [fake_logprob(token) + one for token, one in zip(ids, more, strict=True)]
+
     with FakeOpenAIServer("abcdefg") as server:
-        client = ServerClient(server.url)
-        answer = asyncio.run(ask_server(client, "fake", "hello", temperature=1.0, version=0))
-
-        def compare(*off: float) -> float:
-            def score(_: Any, ids: Any) -> list[float]:
-                return [fake_logprob(token) + more for token, more in zip(ids, off, strict=True)]
-
-            return compare_answer(client, answer, score, version=0, tolerance=0.25, half=True)
-
-        assert compare(0.4, *[0.0] * 7) == pytest.approx(0.05)
-        with pytest.raises(WeightProbeError, match=r"differ from the trainer's by 0\.2600"):
-            compare(*[0.26] * 8)
+        assert probe(server, off_by(0.4, *[0.0] * 7), dtype="bfloat16") == [pytest.approx(0.05)]
+        with pytest.raises(WeightProbeError, match=r"by 0\.2600 .*differ \(trainer float32, server bfloat16\)"):
+            probe(server, off_by(*[0.26] * 8), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -270,18 +275,6 @@ def test_a_probe_that_never_gets_an_answer_ends_in_time_with_its_cause() -> None
         with pytest.raises(NoAnswerError, match="timed out") as raised:
             asyncio.run(ask)
     assert raised.value.timed_out
-
-
-def test_a_difference_between_other_number_types_names_both() -> None:
-    wrong: Score = lambda _, ids: [0.0] * len(ids)  # noqa: E731
-    with FakeOpenAIServer("abc") as server:
-        pool = ServerPool([server.url])
-        question = {"model": "fake", "prompt": "hello", "temperature": 1.0}
-        check = LogprobCheck(lambda: question, wrong, trains_in="float32", tolerance=1e-3)
-        check.note_dtype("bfloat16")
-        with pytest.raises(WeightProbeError, match=r"number types differ \(trainer float32, server bfloat16\)"):
-            check.run(0, pool)
-        pool.stop()
 
 
 @with_peft

@@ -253,57 +253,6 @@ async def ask_server(
     return await retry(attempt, CONTROL_RETRIES, log_retry, deadline=deadline, passing=passes_in_place)
 
 
-def compare_answer(
-    server: ServerClient,
-    answer: dict[str, Any],
-    score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
-    *,
-    version: int,
-    tolerance: float,
-    half: bool = False,
-    types: str = "",
-) -> float:
-    """Return |server's log-prob - trainer's|, in nats: the largest of the tokens in an answer of `ask_server`.
-
-    With half precision it is the mean, as there one token of eight may be off by 0.4 nats though the weights are the
-    same (SmolLM2-135M: 3 to 5 % of answers have one above 0.25, none a mean above 0.1).
-
-    Args:
-        half: one of the two computes in half precision.
-        types: a sentence on their number types, where they differ.
-
-    Raises:
-        WeightProbeError: the difference is above the tolerance, in nats, or the server names another version than was
-            pushed.
-    """
-    sampled = sampled_tokens(answer)
-    ids = sampled.completion_ids
-    if not sampled.prompt_ids or not ids or not sampled.logprobs:
-        raise WeightProbeError(
-            f"the server at {server.root} sends no token ids or log-probs, which training needs; use a server that "
-            "honours return_token_ids and logprobs, such as vf-serve."
-        )
-    for span in sampled.versions:
-        if str(span["version"]) != str(version):
-            raise WeightProbeError(
-                f"version {version} was pushed, but the server samples from version {span['version']}."
-            )
-    ours = score(sampled.prompt_ids, ids)
-    # numpy's, as Python's max() may pass over what is not a number
-    differences = np.array([abs(a - b) for a, b in zip(ours, sampled.logprobs, strict=True)])
-    difference = float(differences.mean() if half else differences.max())
-    if not difference <= tolerance:
-        raise WeightProbeError(
-            f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
-            f"{difference:.4f} nats ({'the mean' if half else 'the largest'} of {len(ids)} tokens; probe_tolerance "
-            f"is {tolerance:g}): {types}it does not sample from these weights, or "
-            "from another distribution (temperature; log-probs before processing: start vLLM with --logprobs-mode "
-            "processed_logprobs; on a CPU, a vLLM without the package verifiers-vllm keeps the old head of tied "
-            "embeddings). A server that refused a load in an earlier run may hold half of it: start it again."
-        )
-    return difference
-
-
 class LogprobCheck:
     """A comparison of the servers' log-probs of a few sampled tokens with the trainer's own; on rank 0.
 
@@ -432,12 +381,46 @@ class LogprobCheck:
         return _patient_answer(server, pool, self._patience_s, options)
 
     def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
+        """Compare an answer of `ask_server` with the trainer's log-probs: the largest difference counts.
+
+        With half precision it is the mean, as there one token of eight may be off by 0.4 nats though the weights are
+        the same (SmolLM2-135M: 3 to 5 % of answers have one above 0.25, none a mean above 0.1).
+
+        Raises:
+            WeightProbeError: the difference is above the tolerance, or the server names another version than was
+                pushed.
+        """
+        sampled = sampled_tokens(answer)
+        ids = sampled.completion_ids
+        if not sampled.prompt_ids or not ids or not sampled.logprobs:
+            raise WeightProbeError(
+                f"the server at {server.root} sends no token ids or log-probs, which training needs; use a server "
+                "that honours return_token_ids and logprobs, such as vf-serve."
+            )
+        for span in sampled.versions:
+            if str(span["version"]) != str(version):
+                raise WeightProbeError(
+                    f"version {version} was pushed, but the server samples from version {span['version']}."
+                )
         half = not {"bfloat16", "float16"}.isdisjoint({self._trains_in, *self._server_types})
+        tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
+        ours = self._score(sampled.prompt_ids, ids)
+        # numpy's, as Python's max() may pass over what is not a number
+        differences = np.array([abs(a - b) for a, b in zip(ours, sampled.logprobs, strict=True)])
+        difference = float(differences.mean() if half else differences.max())
+        if difference <= tolerance:
+            self._on_result(difference)
+            return
         types, differ = ", ".join(sorted(self._server_types)), self._server_types - {self._trains_in}
         types = f"the number types differ (trainer {self._trains_in}, server {types}), or " if differ else ""
-        tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
-        options: dict[str, Any] = {"tolerance": tolerance, "half": half, "types": types}
-        self._on_result(compare_answer(server, answer, self._score, version=version, **options))
+        raise WeightProbeError(
+            f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
+            f"{difference:.4f} nats ({'the mean' if half else 'the largest'} of {len(ids)} tokens; probe_tolerance "
+            f"is {tolerance:g}): {types}it does not sample from these weights, or "
+            "from another distribution (temperature; log-probs before processing: start vLLM with --logprobs-mode "
+            "processed_logprobs; on a CPU, a vLLM without the package verifiers-vllm keeps the old head of tied "
+            "embeddings). A server that refused a load in an earlier run may hold half of it: start it again."
+        )
 
 
 def vocab_size_of(model: Any) -> int | None:
