@@ -217,12 +217,10 @@ async def ask_server(
     version: int,
     vocab_size: int | None = None,
     timeout_s: float | None = None,
-    try_s: float = math.inf,
 ) -> dict[str, Any]:
     """Sample a few tokens from a server at the training temperature; return its answer.
 
-    An answer that fails, is late or is broken is asked for again. `try_s` is the deadline of the first try, which is
-    doubled with each, a third of the whole at most.
+    An answer that fails, is broken, or takes a third of `timeout_s` is asked for again.
     """
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
@@ -241,10 +239,7 @@ async def ask_server(
     limit_s = timeout_s or server.timeout_s
 
     async def attempt() -> dict[str, Any]:
-        nonlocal try_s
-        # behind a long queue, the next try may take longer
-        one_s, try_s = min(try_s, limit_s / 3), 2 * try_s
-        asked = await server.request("POST", path, body, timeout_s=one_s)
+        asked = await server.request("POST", path, body, timeout_s=limit_s / 3)
         answer = read_completion(asked, server.root, "message" if chat else "text")
         check_tokens(answer, server.root, needed=False, vocab_size=vocab_size, has_prompt=True)
         return answer
@@ -377,7 +372,7 @@ class LogprobCheck:
             answer.cancel()
 
     def _answer(self, server: ServerClient, version: int, pool: ServerPool) -> Coroutine[Any, Any, dict[str, Any]]:
-        options = {"version": version, "timeout_s": self._limit_s, "try_s": self._patience_s, **self._question()}
+        options = {"version": version, "timeout_s": self._limit_s, **self._question()}
         return _patient_answer(server, pool, self._patience_s, options)
 
     def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
