@@ -218,7 +218,6 @@ def test_no_request_is_lost_by_a_stop_and_a_resume(server: vllm_world.Server) ->
         assert [answer.result() for answer in answers] == [length] * count
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_adapter_alone_is_pushed_and_trained(
     server: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path], weights: dict[str, Weights]
 ) -> None:

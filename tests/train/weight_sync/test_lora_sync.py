@@ -18,9 +18,6 @@ from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.shared_directory import LoraSync
 
-# PEFT asks a model by the name that transformers gave up
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 
 def model(**options: Any) -> Any:
     torch.manual_seed(0)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import pytest
 import torch
@@ -27,9 +24,6 @@ from verifiers.train.weight_sync.shared_directory import DirectorySync
 from verifiers.train.weight_sync.verification import LogprobCheck, ask_server
 
 SOME = {"model.weight": torch.arange(4.0)}
-
-# peft 0.21 reads a property that transformers 5.23 has renamed
-with_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 def network(tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
@@ -94,7 +88,6 @@ def test_tied_weights_appear_once_under_their_first_name() -> None:
     assert torch.equal(logits(served(tensors, tied=True)), logits(model))
 
 
-@with_peft
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "lora and a whole head"])
 def test_an_adapter_reaches_the_server_merged_into_plain_weights(options: dict[str, Any]) -> None:
     model = adapted(**options)
@@ -107,7 +100,6 @@ def test_an_adapter_reaches_the_server_merged_into_plain_weights(options: dict[s
     assert torch.equal(logits(model), expected)
 
 
-@with_peft
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pushing_an_adapter_leaves_the_policy_as_it_was_to_the_last_bit(dtype: torch.dtype) -> None:
     model = adapted(dtype)
@@ -117,7 +109,6 @@ def test_pushing_an_adapter_leaves_the_policy_as_it_was_to_the_last_bit(dtype: t
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@with_peft
 def test_an_adapter_is_taken_out_again_where_it_cannot_be_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -276,7 +267,6 @@ def test_a_probe_that_never_gets_an_answer_ends_in_time_with_its_cause() -> None
     assert raised.value.timed_out
 
 
-@with_peft
 def test_the_modules_of_a_reference_adapter_are_not_pushed() -> None:
     model = adapted(modules_to_save=["lm_head"])
     model.add_adapter("ref", model.peft_config["default"])
