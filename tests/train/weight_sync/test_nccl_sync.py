@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -207,37 +205,6 @@ def test_a_collective_that_never_ends_is_given_up_at_the_deadline(monkeypatch: p
         sync.push(WEIGHTS.items(), 1)
     never.set()
     sync.close()
-
-
-ABANDONED = """
-import threading
-from verifiers.errors import WeightSyncError
-from verifiers.train.weight_sync import nccl
-
-async def answer(self, method, path, *args, **kwargs):
-    return {"weight_version": "default", "world_size": 1}
-
-class Hanging:
-    def unique_id(self):
-        return b""
-
-    def join(self, unique_id, world_size):
-        threading.Event().wait()
-
-nccl.ServerClient.request = answer
-sync = nccl.NcclSync("http://server", 0.3, make_group=Hanging)
-try:
-    sync.push([], 1)
-except WeightSyncError as error:
-    print(type(error).__name__, flush=True)
-sync.close()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_abandoned_a_collective_ends() -> None:
-    ended = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout == "WeightSyncError\n"
 
 
 def test_without_a_gpu_the_kind_is_refused_with_the_one_that_works(server: FakeOpenAIServer) -> None:
