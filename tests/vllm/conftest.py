@@ -8,7 +8,6 @@ and servers of their own for those that kill them.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +19,6 @@ ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("VERIFIERS_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
 
 collect_ignore_glob = [] if Path(PYTHON).is_file() else ["test_*.py"]
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests/end_to_end")]
 
 os.environ["VERIFIERS_VLLM_PYTHON"] = PYTHON
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
