@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import random_qwen3, two_role_tokenizer
 
 from verifiers.errors import ConfigError, NotFiniteError, WeightProbeError, WeightSyncError
 from verifiers.inference.server_client import NoAnswerError, ServerClient
@@ -27,18 +27,8 @@ SOME = {"model.weight": torch.arange(4.0)}
 
 
 def network(tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=tied,
-    )
-    return Qwen3ForCausalLM(config).to(dtype).eval()
+    model = random_qwen3(two_role_tokenizer(""), initializer_range=0.02, tie_word_embeddings=tied)
+    return model.to(dtype).eval()
 
 
 def adapted(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
