@@ -28,7 +28,6 @@ class Format:
     tool_format: str
     call_ends: str = ""
     thought: str = "<think>it is</think>noon"
-    answer_ends: str = ""
 
 
 _JSON_CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "end_to_end")]
-
 import tiny_world  # noqa: F401 - sets torch's threads before it is imported
 from checks import measure
 from families import FAMILIES, Family

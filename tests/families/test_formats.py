@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "end_to_end")]
-
 from checks import TOOLS, check_reasoning, check_tools
 from families import FAMILIES, Family
 from verifiers_embedded.text.prompts import ChatText

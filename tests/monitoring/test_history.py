@@ -26,7 +26,8 @@ def history(points: int = POINTS, evals: Evaluations | None = None, **columns: l
 
 
 def sample(text: str, reward: float | None, question: str = "2+2?") -> dict[str, Any]:
-    return {"prompt": [{"text": question}], "rollouts": [{"reward": reward, "completion": [{"text": text}]}]}
+    said = [{"role": "assistant", "text": text}]
+    return {"prompt": [{"text": question}], "rollouts": [{"reward": reward, "completion": said}]}
 
 
 def calling(tool: str) -> dict[str, Any]:
@@ -107,8 +108,6 @@ def test_what_is_only_measured_or_costs_may_fall() -> None:
         (history(), [*GOOD, sample("", None)]),
         # a tool that ends the rollout is called without a word
         (history(), [*GOOD, *[calling("submit")] * 15]),
-        # a line that somebody edited
-        (history(), [*GOOD, {"prompt": None, "rollouts": [{"reward": 1.0, "completion": ["4", 5]}]}]),
         # it rose before the first evaluation, and both by little
         (history(reward=[*line(0.2, 0.8, 10), *line(0.8, 0.85, POINTS - 10)], evals=LATE), []),
         # greedy answers start higher

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from chromium import Page, opened_browser
 from training_runs import store
 

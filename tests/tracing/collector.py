@@ -55,7 +55,6 @@ class Sent:
     parent: str
     attributes: dict[str, Any]
     failed: bool
-    seconds: float
 
 
 @dataclass
@@ -64,8 +63,6 @@ class Collector:
 
     url: str
     spans: list[Sent] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    resource: dict[str, Any] = field(default_factory=dict)
 
     def named(self, name: str) -> list[Sent]:
         return [span for span in self.spans if span.name.startswith(name)]
@@ -81,9 +78,7 @@ def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            collector.headers.append({"path": self.path, **self.headers})
             for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                collector.resource = _values(of_resource.resource.attributes)
                 collector.spans += [_sent(span) for scope in of_resource.scope_spans for span in scope.spans]
             self.send_response(200)
             self.end_headers()
@@ -110,7 +105,6 @@ def _sent(span: Any) -> Sent:
         span.parent_span_id.hex(),
         _values(span.attributes),
         span.status.code == Status.STATUS_CODE_ERROR,
-        (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
     )
 
 

@@ -6,9 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pytest
 
 pytest.importorskip("opentelemetry.sdk")

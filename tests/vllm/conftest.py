@@ -8,7 +8,6 @@ and servers of their own for those that kill them.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +19,6 @@ ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("VERIFIERS_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
 
 collect_ignore_glob = [] if Path(PYTHON).is_file() else ["test_*.py"]
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests/end_to_end")]
 
 os.environ["VERIFIERS_VLLM_PYTHON"] = PYTHON
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -41,14 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random policies of one architecture: "policy", "other" (other weights), "tied" (tied embeddings)."""
+    """Random policies of one architecture: "policy", and "other" with other weights."""
     import vllm_world
 
     directory = tmp_path_factory.mktemp("models")
     return {
         "policy": vllm_world.make_model(directory / "policy", seed=0),
         "other": vllm_world.make_model(directory / "other", seed=1),
-        "tied": vllm_world.make_model(directory / "tied", seed=0, tied=True),
     }
 
 
@@ -59,9 +54,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., A
 
     with ExitStack() as stack:
 
-        def start(model: Path, *args: str, dtype: str = "float32", port: int = 0) -> vllm_world.Server:
+        def start(model: Path, *args: str, dtype: str = "float32") -> vllm_world.Server:
             log = tmp_path_factory.mktemp("logs") / "vllm.log"
-            server = vllm_world.Server(model, [*args, "--dtype", dtype], log, START_S, port)
+            server = vllm_world.Server(model, [*args, "--dtype", dtype], log, START_S)
             stack.callback(server.stop)
             return server.start()
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.append(str(Path(__file__).parents[1] / "families"))
 
 from checks import Showing
 from families import Family

@@ -73,39 +73,11 @@ def test_training_continues_after_kill_dash_nine_and_no_row_is_of_other_weights(
     mortal.until_ready()
 
 
-def test_a_restart_that_no_request_met_is_noticed_while_the_trainer_computes(
-    mortal: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path]
-) -> None:
-    seen: dict[str, Any] = {}
-
-    def restart() -> None:
-        mortal.kill()
-        mortal.begin()
-        mortal.until_ready()
-        until = time.monotonic() + 15
-        while mortal.ask("/weight_info")["weight_version"] == "default" and time.monotonic() < until:
-            time.sleep(0.1)
-        seen["version"] = mortal.ask("/weight_info")["weight_version"]
-
-    trainer = make_trainer(
-        models["policy"], tiny_world.single_turn(), mortal.url, max_steps=3, learning_rate=2e-2, num_batches_ahead=0
-    )
-    witness = tiny_world.Witness(trainer)
-    trainer.add_callback(AfterStep(1, restart))
-    trainer.train()
-    assert seen["version"] == "0"
-    assert trainer.weight_sync.pool.repeated_loads == 1
-    assert witness.check(models["policy"], tolerance=2e-3) > 3 * 8
-
-
 def test_of_two_servers_one_is_killed_and_comes_back(
     server: vllm_world.Server, mortal: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path]
 ) -> None:
     mortal.until_ready()
     seen: dict[str, Any] = {}
-
-    def kill() -> None:
-        mortal.kill()
 
     def come_back() -> None:
         seen["down"] = dict(trainer.publisher.pool.down)
@@ -126,7 +98,7 @@ def test_of_two_servers_one_is_killed_and_comes_back(
         generation="tokens",
     )
     witness = tiny_world.Witness(trainer)
-    trainer.add_callback(AfterStep(2, kill))
+    trainer.add_callback(AfterStep(2, mortal.kill))
     trainer.add_callback(AfterStep(4, come_back))
     trainer.train()
     assert list(seen["down"]) == [mortal.url]

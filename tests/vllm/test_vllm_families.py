@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.append(str(Path(__file__).parents[1] / "families"))
-
 from families import FAMILIES, Family
 from on_vllm import cell_of, sample_all
 from page import TABLE

@@ -218,7 +218,6 @@ def test_no_request_is_lost_by_a_stop_and_a_resume(server: vllm_world.Server) ->
         assert [answer.result() for answer in answers] == [length] * count
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_adapter_alone_is_pushed_and_trained(
     server: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path], weights: dict[str, Weights]
 ) -> None:
@@ -244,32 +243,3 @@ def test_an_adapter_alone_is_pushed_and_trained(
     with torch.no_grad():
         moved = [p.abs().max().item() for name, p in trainer.model.named_parameters() if "lora_B" in name]
     assert min(moved) > 1e-3
-
-
-@pytest.fixture(scope="module")
-def tied_server(launch: Callable[..., Any], models: dict[str, Path]) -> Any:
-    running = launch(models["tied"])
-    yield running
-    running.stop()
-
-
-def test_a_tied_head_follows_each_push_sent_once(
-    tied_server: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path]
-) -> None:
-    trainer = make_trainer(models["tied"], tiny_world.single_turn(), tied_server.url, max_steps=4, learning_rate=2e-2)
-    trainer.train()
-    assert max(trainer.logged("sampling/probe_difference")) < 1e-4
-    assert max(trainer.logged("mismatch_kl")) < 1e-4
-    assert trainer.logged("staleness") == [0.0] * 4
-
-
-def test_experts_follow_each_push(
-    launch: Callable[..., Any], make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    directory = vllm_world.make_experts(tmp_path / "experts")
-    server = launch(directory)
-    trainer = make_trainer(directory, tiny_world.single_turn(), server.url, max_steps=4, learning_rate=2e-2)
-    trainer.train()
-    server.stop()
-    assert max(trainer.logged("sampling/probe_difference")) < 1e-4
-    assert max(trainer.logged("mismatch_kl")) < 1e-4

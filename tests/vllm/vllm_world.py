@@ -14,44 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import tiny_world
-import torch
 from tiny_models import write_random_qwen3
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 PYTHON = os.environ["VERIFIERS_VLLM_PYTHON"]
 
 
-def make_model(directory: Path, *, seed: int, tied: bool = False) -> Path:
+def make_model(directory: Path, *, seed: int) -> Path:
     """Return a random Qwen3 with heads of 32; its distributions are far from flat."""
     sizes = {"head_dim": 32, "max_position_embeddings": 1024, "initializer_range": 0.2}
-    return write_random_qwen3(directory, tiny_world.make_tokenizer(), seed=seed, tie_word_embeddings=tied, **sizes)
-
-
-def make_experts(directory: Path) -> Path:
-    """Return a random mixture of experts; the checkpoint has each expert by itself, as those of Qwen 3 do."""
-    tokenizer = tiny_world.make_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return write_random_qwen3(directory, tiny_world.make_tokenizer(), seed=seed, **sizes)
 
 
 class Server:
@@ -60,11 +31,13 @@ class Server:
     Args:
         args: further arguments.
         log: where its output goes.
-        port: 0 picks one at the first start, which later starts take again.
+
+    Attributes:
+        port: picked at the first start; later starts take it again.
     """
 
-    def __init__(self, model: Path, args: Sequence[str], log: Path, start_s: float, port: int = 0) -> None:
-        self.model, self.log, self.port = model, log, port
+    def __init__(self, model: Path, args: Sequence[str], log: Path, start_s: float) -> None:
+        self.model, self.log, self.port = model, log, 0
         self._args, self._start_s = list(args), start_s
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -234,8 +234,7 @@ def find_trends(
     reward = _change(history.values("reward"))
     if reward is None or not reward.rises:
         return []
-    sampled = [(line, one) for line in samples for one in line.get("rollouts") or ()]
-    rollouts = [(line, one) for line, one in sampled if finite(one.get("reward")) is not None]
+    rollouts = [(line, one) for line in samples for one in line["rollouts"] if one["reward"] is not None]
     return [
         *_not_held_out(history, reward),
         *_functions_apart(history, weights if isinstance(weights, Mapping) and weights else None),
@@ -383,10 +382,9 @@ def _paid_for_nothing(rollouts: Sequence[Sampled]) -> Iterator[Finding]:
 
 
 def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
-    messages = [one for one in rollout.get("completion") or () if isinstance(one, Mapping)]
     # what the environment said last is not the policy's
-    last = _last_message([one for one in messages if one.get("role") != "user"])
-    text, asked = str(last.get("text", "")).strip(), str(_last_message(line.get("prompt")).get("text", ""))
+    last = _last([one for one in rollout["completion"] if one["role"] != "user"])
+    text, asked = str(last.get("text", "")).strip(), str(_last(line["prompt"]).get("text", ""))
     if last.get("calls") or last.get("role") == "tool":
         # an answer of its own
         return ""
@@ -403,9 +401,8 @@ def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
 
 
 def _said(rollout: Mapping[str, Any]) -> str:
-    messages = [one for one in rollout.get("completion") or () if isinstance(one, Mapping)]
-    return str(_last_message([one for one in messages if one.get("role") not in ("tool", "user")]).get("text", ""))
+    return str(_last([one for one in rollout["completion"] if one["role"] not in ("tool", "user")]).get("text", ""))
 
 
-def _last_message(messages: Any) -> Mapping[str, Any]:
-    return next((message for message in reversed(messages or ()) if isinstance(message, Mapping)), {})
+def _last(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return messages[-1] if messages else {}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +22,7 @@ from verifiers.monitoring.stage_timer import STAGES, RunTime
 _LEAST_S = 0.1
 _EVAL_SETS_SHOWN = 2
 _NAME_CHARACTERS = 18
-_LEAST_BAR, _LONGEST_BAR = 10, 30
+_BAR_CHARACTERS = 16
 _NAMES = {"old_logprobs": "old log-probs", "eval": "evaluation", "save": "checkpoints", "wait": "waiting"}
 
 
@@ -87,7 +87,7 @@ def run_table(
     done: float = 0.0,
     reward: Sequence[float] = (),
 ) -> RenderableType:
-    lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan"), _Progress(done, reward)]
+    lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan"), _progress(done, reward)]
     if total.wall > 0:
         # the newest log first: where there is no room beside it, a terminal of few lines cuts off what is below
         lines.append(Columns([_newest_log(latest), _time_table(total)], padding=(0, 2)))
@@ -97,22 +97,12 @@ def run_table(
     return Group(*lines)
 
 
-class _Progress:
-    """The bar of the run, and the reward's course beside or below it."""
-
-    def __init__(self, done: float, reward: Sequence[float]) -> None:
-        self._done = done
-        self._reward = ""
-        if reward:
-            self._reward = f"reward {reward[0]:.3f} first, {reward[-1]:.3f} now  {sparkline(reward, 24)}"
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        percent = f" {100 * self._done:.0f} %"
-        beside = options.max_width - len(percent) - len(self._reward) - 3
-        is_below = beside < _LEAST_BAR or not self._reward
-        width = min(_LONGEST_BAR, options.max_width - len(percent) if is_below else beside)
-        text = Text.assemble((bar(self._done, max(1, width)), "green"), percent)
-        yield text.append("\n" if is_below else "   ").append(self._reward) if self._reward else text
+def _progress(done: float, reward: Sequence[float]) -> Text:
+    """Return the bar of the run, and the reward's course behind it."""
+    text = Text.assemble((bar(done, _BAR_CHARACTERS), "green"), f" {100 * done:.0f} %")
+    if reward:
+        text.append(f"   reward {reward[0]:.3f} first, {reward[-1]:.3f} now  {sparkline(reward, 24)}")
+    return text
 
 
 def _time_table(total: RunTime) -> Table:

@@ -55,10 +55,13 @@ def read_run(directory: str | Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file in one step: readers see the old text or the new one."""
+    """Write a file in one step: readers see the old text or the new one, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -71,7 +71,7 @@ def training_page(directory: Path, *, live: bool = False) -> str:
 def training_data(directory: Path) -> dict[str, Any]:
     """Return what the page shows of a run, as plain data without NaN and without the secrets of this process."""
     run, history = read_run(directory), read_history(directory)
-    updates, samples = run.get("updates_per_block"), filter(_is_sample, read_lines(directory / SAMPLES))
+    updates, samples = run.get("updates_per_block"), read_lines(directory / SAMPLES)
     data = {
         "version": run_version(directory),
         "title": " / ".join(str(run[key]) for key in ("env", "model") if run.get(key)) or directory.resolve().name,
@@ -438,7 +438,7 @@ def sample_sections(run_dir: Path) -> list[dict[str, Any]]:
     """
     followed: dict[str, list[_Line]] = {}
     others: list[_Line] = []
-    for line in filter(_is_sample, read_lines(run_dir / SAMPLES)):
+    for line in read_lines(run_dir / SAMPLES):
         if line.get("followed"):
             followed.setdefault(str(line.get("example")), []).append(line)
         else:
@@ -463,19 +463,6 @@ def sample_sections(run_dir: Path) -> list[dict[str, Any]]:
         ),
     ]
     return [section for section in sections if section["cards"]]
-
-
-def _is_sample(line: Mapping[str, Any]) -> bool:
-    """Return whether a line of samples.jsonl has the shape that the page draws."""
-    rollouts = line.get("rollouts")
-    if not isinstance(rollouts, list) or not all(isinstance(rollout, dict) for rollout in rollouts):
-        return False
-    conversations = [line.get("prompt"), *(rollout.get("completion") for rollout in rollouts)]
-    return all(isinstance(messages, list) and all(map(_is_message, messages)) for messages in conversations)
-
-
-def _is_message(shown: Any) -> bool:
-    return isinstance(shown, dict) and isinstance(shown.get("text"), str)
 
 
 def _section(title: str, note: str, cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

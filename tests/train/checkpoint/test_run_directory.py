@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -26,8 +28,10 @@ from verifiers.train.checkpoint.run_directory import (
     LOCK,
     RunDirectory,
     checkpoints_in,
+    finished_steps,
     lock_output_dir,
     newest_complete,
+    note_saved,
     prepare_output_dir,
     raises_checkpoint_error,
     rotate_checkpoints,
@@ -259,6 +263,16 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(run: Path, monkeypatch
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(CheckpointError, match=r"cannot be moved .*Permission denied.*give another output_dir"):
         prepare_output_dir(None, str(run), resumes=False)
+
+
+def test_what_was_finished_with_another_seed_other_rows_or_another_model_is_not_this_run(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{number}", "answer": ""} for number in range(12)]
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "ended": 1.0}))
+    note_saved(tmp_path, 10, PLAN, rows, "start")
+    assert finished_steps(tmp_path, dataclasses.replace(PLAN, max_steps=2), rows, "start") == 10
+    assert finished_steps(tmp_path, PLAN) == 10
+    others = [(dataclasses.replace(PLAN, seed=7), rows, "start"), (PLAN, rows[::-1], "start"), (PLAN, rows, "b")]
+    assert [finished_steps(tmp_path, *other) for other in others] == [None] * 3
 
 
 FORKS = """

@@ -41,8 +41,8 @@ def main():
 
 
 @pytest.fixture
-def other_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an interpreter with a server named "odd" that this one does not have."""
+def other_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name an interpreter with a server named "odd" that this one does not have."""
     packages = tmp_path / "packages"
     (packages / "odd-1.dist-info").mkdir(parents=True)
     (packages / "odd-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
@@ -51,11 +51,12 @@ def other_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/sh\nPYTHONPATH="{packages}" exec "{sys.executable}" "$@"\n')
     interpreter.chmod(0o755)
-    return interpreter
+    monkeypatch.setenv("VERIFIERS_ODD_PYTHON", str(interpreter))
 
 
-def test_a_server_of_another_environment_is_started_and_ended(other_environment: Path, tmp_path: Path) -> None:
-    with launched_server("odd", str(tmp_path), python=str(other_environment)) as url:
+@pytest.mark.usefixtures("other_environment")
+def test_a_server_of_another_environment_is_started_and_ended(tmp_path: Path) -> None:
+    with launched_server("odd", str(tmp_path)) as url:
         with urllib.request.urlopen(url.removesuffix("/v1"), timeout=60) as response:
             assert response.status == 200
         pid = int((tmp_path / "started").read_text())
@@ -63,10 +64,8 @@ def test_a_server_of_another_environment_is_started_and_ended(other_environment:
         os.kill(pid, 0)
 
 
-def test_the_interpreter_may_stand_in_the_environment(
-    other_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VERIFIERS_ODD_PYTHON", str(other_environment))
+@pytest.mark.usefixtures("other_environment")
+def test_a_server_that_ends_at_its_start_is_named_with_the_end_of_its_output(tmp_path: Path) -> None:
     with (
         pytest.raises(WeightSyncError, match=r"the odd server ended with code 1: .*too large"),
         launched_server("odd", str(tmp_path), args=["--extra", "fail"]),
@@ -84,20 +83,23 @@ def test_the_interpreter_may_stand_in_the_environment(
     ids=["unknown", "no interpreter", "not installed there"],
 )
 def test_a_server_that_is_not_there_is_refused_with_how_to_name_its_interpreter(
-    tmp_path: Path, python: str | None, error: type[Exception], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message), launched_server("odd", str(tmp_path), python=python):
+    if python is not None:
+        monkeypatch.setenv("VERIFIERS_ODD_PYTHON", python)
+    with pytest.raises(error, match=message), launched_server("odd", str(tmp_path)):
         pass
 
 
+@pytest.mark.usefixtures("other_environment")
 def test_a_server_that_hangs_is_killed_soon_after_a_failure_with_what_it_started(
-    other_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verifiers.train.processes.launch._END_AFTER_FAILURE_S", 0.3)
     pids: list[int] = []
 
     def fail() -> None:
-        with launched_server("odd", str(tmp_path), args=["--extra", "hang"], python=str(other_environment)):
+        with launched_server("odd", str(tmp_path), args=["--extra", "hang"]):
             pids.extend(int((tmp_path / name).read_text()) for name in ("started", "child"))
             raise InterruptedError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import random_qwen3, two_role_tokenizer
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference import server_pool
@@ -19,23 +18,10 @@ from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.shared_directory import LoraSync
 
-# PEFT asks a model by the name that transformers gave up
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 
 def model(**options: Any) -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
-    return get_peft_model(Qwen3ForCausalLM(config), lora)
+    return get_peft_model(random_qwen3(two_role_tokenizer("")), lora)
 
 
 def push(sync: LoraSync, policy: Any, version: int) -> None:
@@ -60,7 +46,7 @@ def test_only_the_adapter_is_written_where_peft_reads_it_again(tmp_path: Path) -
         assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
         assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
         tensors = load_file(directory / "adapter_model.safetensors")
-        assert sum(tensor.numel() for tensor in tensors.values()) == 2 * (4 * 16 + 16 * 4)
+        assert {tuple(tensor.shape) for tensor in tensors.values()} == {(4, 64), (64, 4), (32, 4)}
         policy.save_pretrained(tmp_path / "by-peft")
         expected = load_file(tmp_path / "by-peft/adapter_model.safetensors")
         assert tensors.keys() == expected.keys()
@@ -68,22 +54,9 @@ def test_only_the_adapter_is_written_where_peft_reads_it_again(tmp_path: Path) -
         assert server.weight_version == 6
         push(sync, policy, 7)
         # a path of its own each time: vLLM tells cached prefixes apart by it
-        deadline = time.monotonic() + 60
-        while directory.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
         assert not directory.exists()
         assert (directory.parent / "version-7").is_dir()
         sync.close()
-
-
-def test_the_model_keeps_its_bits(tmp_path: Path) -> None:
-    policy = model()
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    with FakeOpenAIServer() as server:
-        sync = LoraSync(server.url, str(tmp_path))
-        push(sync, policy, 1)
-        sync.close()
-    assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
 
 
 def test_a_refused_adapter_is_said_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +15,7 @@ from verifiers.errors import WeightSyncError
 from verifiers.inference import server_pool
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import nccl
-from verifiers.train.weight_sync.nccl import NcclSync, packed
+from verifiers.train.weight_sync.nccl import NcclSync
 from verifiers.train.weight_sync.protocol import WeightSync
 
 WEIGHTS = {
@@ -45,6 +43,14 @@ class Recorded:
 
     def wait(self, deadline: float) -> None:
         return
+
+
+class Groups(list[Recorded]):
+    """The groups that were made, the newest last."""
+
+    def make(self) -> Recorded:
+        self.append(Recorded())
+        return self[-1]
 
 
 def received(update: dict[str, Any], buffers: list[torch.Tensor], buffer_bytes: int) -> dict[str, torch.Tensor]:
@@ -118,37 +124,9 @@ def test_the_workers_get_every_tensor_whatever_the_size_of_a_buffer(
     sync.close()
 
 
-@pytest.mark.parametrize("answer", [{}, None, [4], {"world_size": "4"}, {"world_size": 0}])
-def test_a_server_that_does_not_tell_its_workers_is_named(
-    server: FakeOpenAIServer, monkeypatch: pytest.MonkeyPatch, answer: Any
-) -> None:
-    ask = nccl.ServerClient.request
-
-    async def request(self: Any, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
-        return answer if path == "/get_world_size" else await ask(self, method, path, *args, **kwargs)
-
-    monkeypatch.setattr(nccl.ServerClient, "request", request)
-    sync = NcclSync(server.url, make_group=Recorded)
-    with pytest.raises(WeightSyncError, match=r"get_world_size says .*, which is no number of workers"):
-        sync.push(WEIGHTS.items(), 3)
-    sync.close()
-
-
-def test_few_broadcasts_carry_many_parameters() -> None:
-    tensors = [torch.zeros(10, dtype=torch.float32) for _ in range(100)]
-    buffers = list(packed(tensors, 1000))
-    assert len(buffers) == 4
-    assert sum(buffer.numel() for buffer in buffers) == 4000
-
-
 def test_the_order_of_routes_is_vllms_and_the_group_is_made_once(server: FakeOpenAIServer) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
-    sync = NcclSync(server.url, make_group=make)
+    made = Groups()
+    sync = NcclSync(server.url, make_group=made.make)
     assert isinstance(sync, WeightSync)
     sync.push(WEIGHTS.items(), 1)
     sync.push(WEIGHTS.items(), 2)
@@ -162,13 +140,8 @@ def test_the_order_of_routes_is_vllms_and_the_group_is_made_once(server: FakeOpe
 
 
 def test_a_restarted_server_joins_again_and_gets_the_kept_copy(server: FakeOpenAIServer) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
-    sync = NcclSync(server.url, make_group=make)
+    made = Groups()
+    sync = NcclSync(server.url, make_group=made.make)
     live = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
     sync.push(live.items(), 1)
     for tensor in live.values():
@@ -182,15 +155,10 @@ def test_a_restarted_server_joins_again_and_gets_the_kept_copy(server: FakeOpenA
 
 
 def test_weights_that_are_loaded_twice_travel_in_one_group(server: FakeOpenAIServer) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
+    made = Groups()
     # as a run before this one left it
     server.weight_version = "partially-loaded"
-    sync = NcclSync(server.url, make_group=make)
+    sync = NcclSync(server.url, make_group=made.make)
     sync.push(WEIGHTS.items(), 1)
     assert len(calls(server, "/update_weights")) == 2
     assert len(made) == len(calls(server, "/init_weight_transfer_engine")) == 1
@@ -237,37 +205,6 @@ def test_a_collective_that_never_ends_is_given_up_at_the_deadline(monkeypatch: p
         sync.push(WEIGHTS.items(), 1)
     never.set()
     sync.close()
-
-
-ABANDONED = """
-import threading
-from verifiers.errors import WeightSyncError
-from verifiers.train.weight_sync import nccl
-
-async def answer(self, method, path, *args, **kwargs):
-    return {"weight_version": "default", "world_size": 1}
-
-class Hanging:
-    def unique_id(self):
-        return b""
-
-    def join(self, unique_id, world_size):
-        threading.Event().wait()
-
-nccl.ServerClient.request = answer
-sync = nccl.NcclSync("http://server", 0.3, make_group=Hanging)
-try:
-    sync.push([], 1)
-except WeightSyncError as error:
-    print(type(error).__name__, flush=True)
-sync.close()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_abandoned_a_collective_ends() -> None:
-    ended = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout == "WeightSyncError\n"
 
 
 def test_without_a_gpu_the_kind_is_refused_with_the_one_that_works(server: FakeOpenAIServer) -> None:

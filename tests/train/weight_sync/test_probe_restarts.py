@@ -13,7 +13,11 @@ from verifiers.inference.server_pool import ServerPool
 from verifiers.train.weight_sync import verification
 from verifiers.train.weight_sync.verification import LogprobCheck
 
-FINE = 0.0
+FINE: dict[str, Any] = {
+    "choices": [{"index": 0, "text": "a", "token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}],
+    "prompt_token_ids": [1],
+}
+QUESTION = {"model": "m", "prompt": "p", "temperature": 1.0}
 
 
 class Restarted(ServerPool):
@@ -36,24 +40,21 @@ def pool() -> Iterator[Restarted]:
     made.stop()
 
 
-def check_with(monkeypatch: pytest.MonkeyPatch, pool: ServerPool, *results: float | WeightSyncError) -> list[Any]:
-    """Return the outcomes of a check whose answers compare as given."""
-    given = iter(results)
+def check_with(
+    monkeypatch: pytest.MonkeyPatch, pool: ServerPool, *answers: dict[str, Any] | WeightSyncError
+) -> list[float]:
+    """Return the differences that a check finds in such answers."""
+    given = iter(answers)
 
     async def ask(*args: Any, **options: Any) -> dict[str, Any]:
-        return {}
-
-    def compare(*args: Any, **options: Any) -> float:
-        result = next(given)
-        if isinstance(result, WeightSyncError):
-            raise result
-        return result
+        answer = next(given)
+        if isinstance(answer, WeightSyncError):
+            raise answer
+        return answer
 
     monkeypatch.setattr(verification, "ask_server", ask)
-    monkeypatch.setattr(verification, "compare_answer", compare)
-    found: list[Any] = []
-    question = {"model": "m", "prompt": "p", "temperature": 1.0}
-    LogprobCheck(lambda: question, lambda prompt, ids: [], on_result=found.append).run(1, pool)
+    found: list[float] = []
+    LogprobCheck(lambda: QUESTION, lambda prompt, ids: [-1.0], on_result=found.append).run(1, pool)
     return found
 
 
@@ -61,7 +62,7 @@ def check_with(monkeypatch: pytest.MonkeyPatch, pool: ServerPool, *results: floa
 def test_a_restarted_server_is_checked_again(
     first: WeightSyncError, pool: Restarted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert check_with(monkeypatch, pool, first, FINE) == [FINE]
+    assert check_with(monkeypatch, pool, first, FINE) == [0.0]
     assert pool.waits == 1
 
 
@@ -87,8 +88,6 @@ def test_a_server_that_does_not_come_back_stops_the_run_with_the_cause(
 def test_a_server_that_goes_down_while_it_is_asked_leaves_the_others_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared: list[str] = []
-
     class Shrinking(ServerPool):
         up = 2
 
@@ -99,20 +98,16 @@ def test_a_server_that_goes_down_while_it_is_asked_leaves_the_others_compared(
     async def ask(server: Any, **options: Any) -> dict[str, Any]:
         if server.url.endswith(":2/v1"):
             raise NoAnswerError("gone")
-        return {}
-
-    def compare(server: Any, *args: Any, **options: Any) -> float:
-        compared.append(server.url)
         return FINE
 
     monkeypatch.setattr(verification, "ask_server", ask)
-    monkeypatch.setattr(verification, "compare_answer", compare)
+    compared: list[float] = []
     pool = Shrinking(["http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"])
     try:
-        check = LogprobCheck(lambda: {"model": "m", "prompt": "p", "temperature": 1.0}, lambda prompt, ids: [])
+        check = LogprobCheck(lambda: QUESTION, lambda prompt, ids: [-1.0], on_result=compared.append)
         check.begin(1, pool)
         pool.up = 1
         assert check.finish() is None
     finally:
         pool.stop()
-    assert compared == ["http://127.0.0.1:1/v1"]
+    assert compared == [0.0]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import CheckpointError
+from verifiers.monitoring.run_log import replace_file
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.training_block import Dropped
 from verifiers.train.checkpoint.checkpoint import sync_to_disk
@@ -134,14 +135,9 @@ class BlockLog:
         self.path = Path(directory) / BLOCK_LOG
         self._last: tuple[int, int] | None = None
         kept = [record for record in read_block_log(directory) if record["block_id"] < first_block]
-        partial = self.path.with_name(f".{BLOCK_LOG}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text("".join(map(_line, kept)))
-            if kept:
-                # else a power cut could leave the new name without the lines
-                sync_to_disk(partial)
-            os.replace(partial, self.path)
+            replace_file(self.path, "".join(map(_line, kept)))
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be written ({error}); make room, or give another output_dir."

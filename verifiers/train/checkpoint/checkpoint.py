@@ -19,6 +19,7 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import ObservesBlocks, StagedRows
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import CheckpointError
+from verifiers.monitoring.run_log import replace_file
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import plain_advantage
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
@@ -104,10 +105,7 @@ def mark_complete(
         **describe_run(plan, optimizer_step, rows, model),
         "extra": dict(extra or {}),
     }
-    partial = directory / f".{MARKER}.partial"
-    partial.write_text(json.dumps(state, indent=2) + "\n")
-    sync_to_disk(partial)
-    partial.rename(directory / MARKER)
+    replace_file(directory / MARKER, json.dumps(state, indent=2) + "\n")
     sync_to_disk(directory)
 
 

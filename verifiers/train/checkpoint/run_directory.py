@@ -230,9 +230,7 @@ def finished_steps(output_dir: str | Path, plan: BatchPlan, rows: Any = None, mo
     if saved.get("at", 0.0) < ended or saved.get("max_steps", 0) < plan.max_steps:
         return None
     step = int(saved["step"])
-    of = saved.get("of") or {}
-    now = {name: value for name, value in describe_run(plan, step, rows, model).items() if name in of}
-    return step if run_difference(of, now) is None else None
+    return step if run_difference(saved.get("of", {}), describe_run(plan, step, rows, model)) is None else None
 
 
 def note_saved(

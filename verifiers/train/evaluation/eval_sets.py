@@ -27,9 +27,9 @@ class EvalSet:
 
     name: str
     env: Any
-    rows: Any = None
-    most: int = -1
-    trained_env: Any = None
+    rows: Any
+    most: int
+    trained_env: Any
 
     @property
     def env_name(self) -> str:
@@ -56,7 +56,7 @@ class EvalSet:
     @functools.cached_property
     def prompts_trained_on(self) -> int | None:
         """Number of the prompts that are training rows too; None where that was not checked."""
-        return count_trained_on(self.trained_env, self.dataset) if self.trained_env is not None else 0
+        return count_trained_on(self.trained_env, self.dataset)
 
     def metric_prefix(self, prefix: str) -> str:
         """Return the beginning of its metrics' names: "eval", or "eval_<name>"."""

@@ -249,17 +249,13 @@ async def _run_until(sets: Sequence[EvaluatesSet], timeout_s: float) -> Measured
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            return await _run_all(sets)
+            measured = await gather_owned(one() for one in sets)
     except Exception as error:
         if not deadline.expired():
             raise
         if isinstance(error, TimeoutError):
             return _out_of_time(timeout_s)
         return _out_of_time(timeout_s, f"; giving it up raised {type(error).__name__}: {error}")
-
-
-async def _run_all(sets: Sequence[EvaluatesSet]) -> Measured:
-    measured = await gather_owned(one() for one in sets)
     metrics = {name: value for one in measured for name, value in one.metrics.items()}
     return Measured(metrics, [failure for one in measured for failure in one.failures])
 

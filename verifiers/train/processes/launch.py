@@ -79,25 +79,23 @@ def starting_server(
     args: Sequence[str] = (),
     start_timeout_s: float = 180.0,
     log_path: str | Path | None = None,
-    python: str | None = None,
 ) -> Iterator[Callable[[], str]]:
     """Start a server on a free loopback port, and stop it on the way out.
 
     Gives a function that waits until the server listens, and returns its base URL; before it is called there is time
-    for other work.
+    for other work. The environment variable VERIFIERS_<NAME>_PYTHON names the interpreter that has the server
+    installed, where that is another than this one.
 
     Args:
         name: of an installed server, e.g. "embedded" or "vllm".
         start_timeout_s: how long it may take until it listens, from when its URL is asked for.
         log_path: where its output goes; a temporary file when left out.
-        python: the interpreter that has the server installed, where that is another environment than this one;
-            the environment variable VERIFIERS_<NAME>_PYTHON when left out, else this interpreter.
 
     Raises:
         ConfigError: no such server is installed.
         WeightSyncError: it ended, or did not listen in time; the message has the end of its output.
     """
-    interpreter = _interpreter_for(name, python)
+    interpreter = _interpreter_for(name)
     with tempfile.TemporaryDirectory(prefix="verifiers-server-") as scratch, contextlib.ExitStack() as stack:
         port_file = Path(scratch) / "port"
         log = stack.enter_context(open(log_path or Path(scratch) / "log", "wb+"))
@@ -124,9 +122,9 @@ def starting_server(
             _stop(process, within_s)
 
 
-def _interpreter_for(name: str, python: str | None) -> str:
+def _interpreter_for(name: str) -> str:
     variable = f"VERIFIERS_{name.upper()}_PYTHON"
-    given = python or os.environ.get(variable)
+    given = os.environ.get(variable)
     if given is not None:
         if not Path(given).is_file():
             raise ConfigError(f"the interpreter of the {name} server, {given!r}, does not exist ({variable}).")

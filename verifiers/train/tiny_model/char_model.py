@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 """Every character that is a token of its own: printable ASCII and newline."""
@@ -83,8 +83,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int, head_dim: int = 16) -> Qwen3ForCausalLM:
-    """Return a Qwen3 of some 0.3 million parameters with seeded random weights, in float32.
+def make_model(directory: str | Path, *, seed: int, head_dim: int = 16) -> None:
+    """Write tokenizer and model to `directory`, in the layout that `from_pretrained` and rollout servers read.
+
+    The model is a Qwen3 of some 0.3 million parameters with seeded random weights, in float32.
 
     Args:
         head_dim: width of an attention head; vLLM on the CPU takes no less than 32.
@@ -92,6 +94,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int, head_dim: int
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    tokenizer = make_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=96,
@@ -111,12 +114,6 @@ def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int, head_dim: int
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
-
-
-def make_model(directory: str | Path, *, seed: int, head_dim: int = 16) -> None:
-    """Write tokenizer and model to `directory`, in the layout that `from_pretrained` and rollout servers read."""
-    tokenizer = make_tokenizer()
-    network = make_network(tokenizer, seed=seed, head_dim=head_dim)
+        network = Qwen3ForCausalLM(config)
     network.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -217,12 +217,10 @@ async def ask_server(
     version: int,
     vocab_size: int | None = None,
     timeout_s: float | None = None,
-    try_s: float = math.inf,
 ) -> dict[str, Any]:
     """Sample a few tokens from a server at the training temperature; return its answer.
 
-    An answer that fails, is late or is broken is asked for again. `try_s` is the deadline of the first try, which is
-    doubled with each, a third of the whole at most.
+    An answer that fails, is broken, or takes a third of `timeout_s` is asked for again.
     """
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
@@ -241,67 +239,13 @@ async def ask_server(
     limit_s = timeout_s or server.timeout_s
 
     async def attempt() -> dict[str, Any]:
-        nonlocal try_s
-        # behind a long queue, the next try may take longer
-        one_s, try_s = min(try_s, limit_s / 3), 2 * try_s
-        asked = await server.request("POST", path, body, timeout_s=one_s)
+        asked = await server.request("POST", path, body, timeout_s=limit_s / 3)
         answer = read_completion(asked, server.root, "message" if chat else "text")
         check_tokens(answer, server.root, needed=False, vocab_size=vocab_size, has_prompt=True)
         return answer
 
     deadline = time.monotonic() + limit_s
     return await retry(attempt, CONTROL_RETRIES, log_retry, deadline=deadline, passing=passes_in_place)
-
-
-def compare_answer(
-    server: ServerClient,
-    answer: dict[str, Any],
-    score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
-    *,
-    version: int,
-    tolerance: float,
-    half: bool = False,
-    types: str = "",
-) -> float:
-    """Return |server's log-prob - trainer's|, in nats: the largest of the tokens in an answer of `ask_server`.
-
-    With half precision it is the mean, as there one token of eight may be off by 0.4 nats though the weights are the
-    same (SmolLM2-135M: 3 to 5 % of answers have one above 0.25, none a mean above 0.1).
-
-    Args:
-        half: one of the two computes in half precision.
-        types: a sentence on their number types, where they differ.
-
-    Raises:
-        WeightProbeError: the difference is above the tolerance, in nats, or the server names another version than was
-            pushed.
-    """
-    sampled = sampled_tokens(answer)
-    ids = sampled.completion_ids
-    if not sampled.prompt_ids or not ids or not sampled.logprobs:
-        raise WeightProbeError(
-            f"the server at {server.root} sends no token ids or log-probs, which training needs; use a server that "
-            "honours return_token_ids and logprobs, such as vf-serve."
-        )
-    for span in sampled.versions:
-        if str(span["version"]) != str(version):
-            raise WeightProbeError(
-                f"version {version} was pushed, but the server samples from version {span['version']}."
-            )
-    ours = score(sampled.prompt_ids, ids)
-    # numpy's, as Python's max() may pass over what is not a number
-    differences = np.array([abs(a - b) for a, b in zip(ours, sampled.logprobs, strict=True)])
-    difference = float(differences.mean() if half else differences.max())
-    if not difference <= tolerance:
-        raise WeightProbeError(
-            f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
-            f"{difference:.4f} nats ({'the mean' if half else 'the largest'} of {len(ids)} tokens; probe_tolerance "
-            f"is {tolerance:g}): {types}it does not sample from these weights, or "
-            "from another distribution (temperature; log-probs before processing: start vLLM with --logprobs-mode "
-            "processed_logprobs; on a CPU, a vLLM without the package verifiers-vllm keeps the old head of tied "
-            "embeddings). A server that refused a load in an earlier run may hold half of it: start it again."
-        )
-    return difference
 
 
 class LogprobCheck:
@@ -428,16 +372,50 @@ class LogprobCheck:
             answer.cancel()
 
     def _answer(self, server: ServerClient, version: int, pool: ServerPool) -> Coroutine[Any, Any, dict[str, Any]]:
-        options = {"version": version, "timeout_s": self._limit_s, "try_s": self._patience_s, **self._question()}
+        options = {"version": version, "timeout_s": self._limit_s, **self._question()}
         return _patient_answer(server, pool, self._patience_s, options)
 
     def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
+        """Compare an answer of `ask_server` with the trainer's log-probs: the largest difference counts.
+
+        With half precision it is the mean, as there one token of eight may be off by 0.4 nats though the weights are
+        the same (SmolLM2-135M: 3 to 5 % of answers have one above 0.25, none a mean above 0.1).
+
+        Raises:
+            WeightProbeError: the difference is above the tolerance, or the server names another version than was
+                pushed.
+        """
+        sampled = sampled_tokens(answer)
+        ids = sampled.completion_ids
+        if not sampled.prompt_ids or not ids or not sampled.logprobs:
+            raise WeightProbeError(
+                f"the server at {server.root} sends no token ids or log-probs, which training needs; use a server "
+                "that honours return_token_ids and logprobs, such as vf-serve."
+            )
+        for span in sampled.versions:
+            if str(span["version"]) != str(version):
+                raise WeightProbeError(
+                    f"version {version} was pushed, but the server samples from version {span['version']}."
+                )
         half = not {"bfloat16", "float16"}.isdisjoint({self._trains_in, *self._server_types})
+        tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
+        ours = self._score(sampled.prompt_ids, ids)
+        # numpy's, as Python's max() may pass over what is not a number
+        differences = np.array([abs(a - b) for a, b in zip(ours, sampled.logprobs, strict=True)])
+        difference = float(differences.mean() if half else differences.max())
+        if difference <= tolerance:
+            self._on_result(difference)
+            return
         types, differ = ", ".join(sorted(self._server_types)), self._server_types - {self._trains_in}
         types = f"the number types differ (trainer {self._trains_in}, server {types}), or " if differ else ""
-        tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
-        options: dict[str, Any] = {"tolerance": tolerance, "half": half, "types": types}
-        self._on_result(compare_answer(server, answer, self._score, version=version, **options))
+        raise WeightProbeError(
+            f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
+            f"{difference:.4f} nats ({'the mean' if half else 'the largest'} of {len(ids)} tokens; probe_tolerance "
+            f"is {tolerance:g}): {types}it does not sample from these weights, or "
+            "from another distribution (temperature; log-probs before processing: start vLLM with --logprobs-mode "
+            "processed_logprobs; on a CPU, a vLLM without the package verifiers-vllm keeps the old head of tied "
+            "embeddings). A server that refused a load in an earlier run may hold half of it: start it again."
+        )
 
 
 def vocab_size_of(model: Any) -> int | None:
