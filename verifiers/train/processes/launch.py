@@ -118,7 +118,9 @@ def starting_server(
                 within_s = _END_S
         finally:
             if port is not None and process.poll() is not None:
-                logger.error("the %s server has ended by itself, with code %d: %s", name, process.returncode, _tail(log))
+                logger.error(
+                    "the %s server has ended by itself, with code %d: %s", name, process.returncode, _tail(log)
+                )
             _stop(process, within_s)
 
 
