@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import urllib.request
@@ -62,6 +63,17 @@ def test_a_server_of_another_environment_is_started_and_ended(tmp_path: Path) ->
         pid = int((tmp_path / "started").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.usefixtures("other_environment")
+def test_a_server_that_dies_in_a_run_is_named_with_its_exit_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with launched_server("odd", str(tmp_path)):
+        pid = int((tmp_path / "started").read_text())
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert "the odd server has ended by itself, with code -9" in caplog.text
 
 
 @pytest.mark.usefixtures("other_environment")
