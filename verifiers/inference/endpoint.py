@@ -210,8 +210,11 @@ class HttpBackend:
 
     def read(self, data: dict[str, Any], path: str, field: str | None, **options: Any) -> dict[str, Any]:
         """Return an answer as `read_completion` does; errors do not quote key and headers."""
-        with self._redact.in_errors():
+        try:
             return read_completion(data, self.base_url + path, field, **options)
+        except Exception as error:
+            self._redact.clean(error)
+            raise
 
     async def post(
         self,
@@ -221,8 +224,11 @@ class HttpBackend:
         timeout_s: Any = None,
     ) -> dict[str, Any]:
         """POST `body` as JSON and return the JSON object of a 200; errors do not quote key and headers."""
-        with self._redact.in_errors():
+        try:
             return await self._post(path, body, headers, timeout_s)
+        except Exception as error:
+            self._redact.clean(error)
+            raise
 
     async def _post(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, timeout_s: Any
