@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
@@ -174,6 +176,8 @@ class Command:
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run a command's body and turn what it raises into an exit code and one sentence."""
     _prepare_streams()
+    # Python looks for garbage as it ends: a second, with torch
+    atexit.register(gc.freeze)
     try:
         try:
             os.getcwd()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import re
@@ -107,6 +109,8 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a sentence."""
     arguments = parser().parse_args(argv)
+    # Python looks for garbage as it ends: a second, with torch
+    atexit.register(gc.freeze)
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.parent_pid is not None:
         follow_parent(arguments.parent_pid)
