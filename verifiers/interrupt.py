@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 _GIVEN_BACK_WITHIN_S = 6.0
 _LOOP_RUNS_WITHIN_S = 5.0
+_ENDS_WITHIN_S = 12.0
+"""Longer than the methods marked `@vf.teardown` have, and than the servers of tools take to end."""
 _STDERR = 2
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -136,6 +138,9 @@ async def drained_by_signals(
             with contextlib.suppress(OSError):
                 print(line, file=sys.stderr)
         else:
+            # a task that goes on when it is cancelled would keep the loop, which the guard sees running
+            guard.add_done_callback(_exit_in_time)
+            guard.cancel()
             work.abort()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -152,6 +157,7 @@ async def drained_by_signals(
             yield
     finally:
         guard.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
@@ -173,6 +179,10 @@ def handlers(given: Mapping[Any, Any], *, in_asyncio: bool = False) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _exit_in_time(_: object) -> None:
+    faulthandler.dump_traceback_later(_ENDS_WITHIN_S, exit=True, file=_STDERR)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -70,6 +70,19 @@ async def waits(completion, info):
     return 1.0
 
 
+async def goes_on(completion, info):
+    if info["row"] == 2:
+        while stored() < 2:
+            await asyncio.sleep(0.01)
+        Path("blocks").touch()
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+    return 1.0
+
+
 def load_environment(how):
     rows = [{"question": f"question {row}", "answer": "4", "info": {"row": row}} for row in range(3)]
     return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric([globals()[how]]))
@@ -133,6 +146,15 @@ def test_a_signal_ends_an_evaluation_whose_event_loop_is_blocked(results: Any) -
     code, said = run.end()
     assert code == 1, said
     assert "in sleeps" in said
+    assert {row["example_id"] for row in results.rows} == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_function_that_goes_on_when_it_is_cancelled_does_not_outlast_a_signal(results: Any) -> None:
+    run = Blocked("goes_on", 3600.0)
+    run.signal(signal.SIGTERM)
+    code, said = run.end()
+    assert (code, "Timeout" in said) == (1, True)
     assert {row["example_id"] for row in results.rows} == {0, 1}
 
 

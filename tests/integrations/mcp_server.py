@@ -62,6 +62,15 @@ def build(name: str = "tools") -> MCPServer[Any]:
     def long(length: int) -> str:
         return "x" * length
 
+    @server.tool(description="Answers with its argument.", structured_output=False)
+    def echo(text: str) -> str:
+        return text
+
+    @server.tool(description="Prints what is not UTF-8.", structured_output=False)
+    def garble() -> str:
+        os.write(1, b"caf\xe9\n")
+        return "printed"
+
     return server
 
 

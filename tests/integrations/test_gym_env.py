@@ -200,9 +200,20 @@ async def test_observations_pass_through_obs_to_text_which_may_ask_for_the_envir
 # -- failures -----------------------------------------------------------------------------------------------
 
 
-async def test_a_step_that_raises_is_an_environment_error_and_the_instance_is_closed(walk: type[Walk]) -> None:
+async def test_a_judge_that_an_action_parser_cannot_reach_is_no_invalid_action(walk: type[Walk]) -> None:
+    def parse(text: str) -> str:
+        raise vf.InfraError("the judge cannot be reached")
+
+    rollout = await play(env_of(walk, action_parser=parse), ["right"])
+    assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
+
+
+@pytest.mark.parametrize("error", [RuntimeError, StopIteration])
+async def test_a_step_that_raises_is_an_environment_error_and_the_instance_is_closed(
+    walk: type[Walk], error: type[Exception]
+) -> None:
     def broken(self: Walk, action: str) -> Any:
-        raise RuntimeError("the line is down")
+        raise error("the line is down")
 
     walk.step = broken  # type: ignore[method-assign]
     rollout = await play(env_of(walk), ["right"])

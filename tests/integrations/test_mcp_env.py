@@ -109,6 +109,10 @@ def test_tools_can_be_left_out_and_unknown_names_are_refused(servers: Servers) -
         ({"name": "x", "command": "y", "url": "http://z"}, "either a command or a url"),
         ({"name": "x", "command": "y", "args": "--flag"}, "give a list"),
         ({"name": "x", "comand": "y"}, "no field 'comand'"),
+        (
+            {"name": "x", "command": "y", "env": {"PIN": 987}},
+            r"env\['PIN'\] of the MCP server 'x' is of type int",
+        ),
         ("x", "is 'x'"),
     ],
 )

@@ -32,7 +32,7 @@ from mcp_world import (
 )
 
 import verifiers as vf
-from verifiers.integrations.mcp import MCPServerConfig
+from verifiers.integrations.mcp import MCPConnection, MCPServerConfig
 from verifiers.server_process import process_lives
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome
@@ -66,7 +66,7 @@ def test_a_stdio_server_ends_with_its_event_loop(pids: Pids) -> None:
             assert len(pids.all) == runs
             # the end of the loop, without a teardown, ends the server
             pids.wait_until_gone()
-        assert [len(request.body["tools"]) for request in server.requests] == [9] * 4
+        assert [len(request.body["tools"]) for request in server.requests] == [11] * 4
 
 
 async def test_teardown_ends_the_servers_of_other_loops_too(servers: Servers) -> None:
@@ -166,6 +166,32 @@ async def test_a_connection_that_is_lost_again_is_an_environment_error(
     servers.lose = 0
     # the next rollout finds a server again
     assert tool_texts((await play(env, calls(("count", {})))).completion) == ["1"]
+    await env.close_servers()
+
+
+async def test_a_server_that_does_not_start_again_is_no_tool_that_takes_long(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = environment(local(), connect_timeout_s=0.3, tool_timeout_s=0.2)
+    assert tool_texts((await play(env, calls(("count", {})))).completion) == ["1"]
+    servers.lose = 1
+
+    async def hangs(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MCPConnection, "_new_client", hangs)
+    rollout = await play(env, calls(("count", {})))
+    assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "did not start within connect_timeout_s=0.3" in str(rollout.failure)
+    await env.close_servers()
+
+
+@pytest.mark.slow
+async def test_neither_a_wrong_byte_nor_half_a_character_ends_a_server(pids: Pids) -> None:
+    env = environment(stdio(pids))
+    asked = calls(("garble", {}), ("echo", {"text": "\ud83d"}))
+    rollout = await play(env, asked, calls(("echo", {"text": "on"})))
+    assert (tool_texts(rollout.completion), len(pids.all)) == (["printed", "\ufffd", "on"], 1)
     await env.close_servers()
 
 

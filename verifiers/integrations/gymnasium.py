@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from verifiers.envs.lifecycle import cleanup, maybe_await, stop
 from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, InfraError
 from verifiers.installation import install_hint
 from verifiers.types import Messages, State, message_text
@@ -66,6 +67,9 @@ class EpisodeThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
+                except StopIteration as error:
+                    # no future raises it
+                    future.set_exception(RuntimeError(f"StopIteration: {error}"))
                 except BaseException as error:  # raised again in the caller
                     future.set_exception(error)
             # an idle thread must not keep the last call's objects alive
@@ -269,6 +273,8 @@ class GymEnv(MultiTurnEnv):
         step = state["trajectory"][-1]
         try:
             action = await self._action(step["completion"], getattr(episode.env, "action_space", None))
+        except NOT_FOR_THE_MODEL:
+            raise
         except Exception as error:
             step["reward"] = -float(self.invalid_action_penalty)
             state["invalid_actions"] += 1

@@ -22,6 +22,7 @@ from verifiers.envs.lifecycle import cleanup, teardown
 from verifiers.envs.tool_env import ToolEnv
 from verifiers.envs.tools import Tool, tool_definition
 from verifiers.errors import ConfigError, InfraError, ToolCallError
+from verifiers.inference.wire import whole_characters
 from verifiers.installation import install_hint
 from verifiers.loop_thread import run_blocking
 from verifiers.notebook import shortened
@@ -73,6 +74,14 @@ class MCPServerConfig:
             raise ConfigError(f"The MCP server {self.name!r} needs either a command or a url, and not both.")
         if isinstance(self.args, str):
             raise ConfigError(f"args of the MCP server {self.name!r} is the string {self.args!r}; give a list.")
+        for what, values in (("env", self.env), ("headers", self.headers)):
+            for name, value in (values or {}).items():
+                if not isinstance(value, str):
+                    # which may be a key
+                    kind = type(value).__name__
+                    raise ConfigError(
+                        f"{what}[{name!r}] of the MCP server {self.name!r} is of type {kind}; give text."
+                    )
 
     @classmethod
     def of(cls, value: MCPServerConfig | Mapping[str, Any]) -> MCPServerConfig:
@@ -157,7 +166,9 @@ class MCPConnection:
         if self.owner.done():
             return None
         try:
-            return await self._client().call_tool(tool, dict(arguments))
+            # half of a surrogate pair would end the package's writer, and the server with it
+            sent = json.loads(whole_characters(json.dumps(arguments, ensure_ascii=False)))
+            return await self._client().call_tool(tool, sent)
         except MCPError as error:
             if not _is_lost(error, over_http=self.config.url is not None):
                 raise ToolCallError(f"{error}") from error
@@ -234,7 +245,12 @@ class MCPConnection:
             await stack.enter_async_context(http)
             return Client(streamable_http_client(config.url, http_client=http), mode=config.protocol)
         parameters = StdioServerParameters(
-            command=str(config.command), args=list(config.args or ()), env=dict(config.env or {}), cwd=config.cwd
+            command=str(config.command),
+            args=list(config.args or ()),
+            env=dict(config.env or {}),
+            cwd=config.cwd,
+            # by default the first wrong byte ends the reading, and the connection stays
+            encoding_error_handler="replace",
         )
         return Client(stdio_client(parameters, errlog=stderr), mode=config.protocol)
 
@@ -263,6 +279,14 @@ def _kept_tail(tail: bytearray) -> Iterator[TextIO]:
             os.close(reader)
 
 
+# the package's texts for a session unknown to a restarted server, and for what is no answer of an MCP server
+_NO_ANSWERS = (
+    "Session not found", "Session terminated", "Server returned an error response", "Not Found",
+    "Unexpected content type", "Failed to parse JSON response", "Failed to parse SSE message",
+    "server answered a request with 202",
+)  # fmt: skip
+
+
 def _is_lost(error: Any, *, over_http: bool) -> bool:
     """Return whether the connection cannot answer any more; servers use the same codes for their own errors."""
     from mcp_types import CONNECTION_CLOSED
@@ -270,8 +294,7 @@ def _is_lost(error: Any, *, over_http: bool) -> bool:
     text = str(error)
     if error.code == CONNECTION_CLOSED and (text == "Connection closed" or text.startswith("SSE stream")):
         return True
-    # a session unknown to a restarted server, and the package's text for a bare HTTP error
-    return over_http and text in ("Session not found", "Session terminated", "Server returned an error response")
+    return over_http and text.startswith(_NO_ANSWERS)
 
 
 def _reason(error: BaseException) -> str:
@@ -417,7 +440,9 @@ class MCPEnv(ToolEnv):
             for (server, own_name), tool in offered.items():
                 name = names[server, own_name]
                 schema = tool_definition(name, tool.description or "", parameters_of(tool.input_schema))
-                self._add(Tool(name, schema, functools.partial(self._call, server, own_name)))
+                call = functools.partial(self._call, server, own_name)
+                # the time in which a server starts again is not the tool's
+                self._add(Tool(name, schema, call, has_own_deadline=True))
             self._known = True
 
     async def _call(self, server: str, tool: str, /, **arguments: Any) -> str:
@@ -428,10 +453,10 @@ class MCPEnv(ToolEnv):
             connection = own[server]
         else:
             raise ConfigError("scope is 'rollout', so the tools can be called in a rollout only.")
-        result = await connection.call(tool, arguments)
+        result = await self._called(connection, tool, arguments)
         if result is None and self.scope == "process":
             connection = await self._shared_connection(config, instead_of=connection)
-            result = await connection.call(tool, arguments)
+            result = await self._called(connection, tool, arguments)
         if result is None:
             await connection.close()  # then its end has a reason
             raise connection.failure()
@@ -439,6 +464,17 @@ class MCPEnv(ToolEnv):
         if result.is_error:
             raise ToolCallError(text or f"The tool {tool!r} failed.")
         return text
+
+    async def _called(self, connection: MCPConnection, tool: str, arguments: Mapping[str, Any]) -> Any:
+        deadline = asyncio.timeout(self.tool_timeout_s)
+        try:
+            async with deadline:
+                return await connection.call(tool, arguments)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            text = f"The tool {tool!r} did not finish within {self.tool_timeout_s:g} s."
+            raise ToolCallError(text) from None
 
 
 async def _close_all(connections: _Connections) -> None:
