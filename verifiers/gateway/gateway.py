@@ -286,7 +286,8 @@ class Gateway:
         text = (
             f"Anthropic's Messages API needs the package `anthropic` beside the gateway; {install_hint('anthropic')}."
         )
-        raise RefusedCallError(text, status=501, code="not_supported")
+        error = {"type": "api_error", "message": text}
+        return json_response({"type": "error", "error": error}, status=501, headers={"x-should-retry": "false"})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         routes = ", ".join(f"/v1{path}" for path in (*self._formats, "/models"))
