@@ -57,6 +57,24 @@ def test_a_complete_run_is_shown_again_and_run_again_only_when_told(
     assert len(list(Path("outputs/evals").glob("*/*"))) == 2
 
 
+def test_a_complete_run_of_another_user_is_shown_and_not_written_to(
+    server: FakeOpenAIServer,
+    env_name: str,
+    capsys: pytest.CaptureFixture[str],
+    results: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
+    assert main(command) == 0
+    first, directory = capsys.readouterr().out, results.directory
+    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+
+
 def test_more_prompts_and_more_rollouts_of_each_keep_what_was_done(server: FakeOpenAIServer, env_name: str) -> None:
     for prompts, each in ((2, 1), (3, 1), (3, 2)):
         assert main([env_name, "-b", server.url, "-n", str(prompts), "-r", str(each)]) == 0

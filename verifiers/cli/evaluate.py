@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import os
 import re
 import sys
 import time
@@ -186,12 +187,16 @@ def _evaluate(
     elif run.finished_before:
         say(f"resuming {run.directory}: {run.finished_before} of {run.planned} rollouts are there")
     started = time.perf_counter()
+    # a complete run that belongs to somebody else is read
+    writes = not run.is_complete or os.access(run.directory, os.W_OK)
     with contextlib.ExitStack() as opened:
         if args.trace is not None and not run.is_complete:
             from verifiers import tracing
 
             opened.callback(tracing.start(args, run.directory.name))
-        store = opened.enter_context(ResultStore(run.directory, {**run.metadata, "status": "running"}, redact))
+        store = ResultStore(run.directory, {**run.metadata, "status": "running"}, redact)
+        if writes:
+            opened.enter_context(store)
         runner = Run(
             played,
             backend,
@@ -209,8 +214,10 @@ def _evaluate(
         finally:
             done = run.finished_before + run.ran >= run.planned
             summary = run.summary(time.perf_counter() - started if run.ran else 0.0, **shown)
-            store.write_metadata(summary=summary, status="finished" if done else "stopped")
-    write_evaluation_report(run.directory)
+            if writes:
+                store.write_metadata(summary=summary, status="finished" if done else "stopped")
+    if writes:
+        write_evaluation_report(run.directory)
     if not run.interruption.requested or run.results.scored:
         run.require_scores()
         shard = "" if args.shard is None else f", shard {args.shard}"
