@@ -16,7 +16,8 @@ import contextlib
 import csv
 import io
 import json
-import shutil
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -80,9 +81,13 @@ def to_dataset(run: StoredRun) -> Dataset:
 
 def save_dataset(directory: str | Path, target: str | Path) -> Path:
     """Save the run in `directory` as a datasets directory, in the place of an older one."""
-    path, dataset = Path(target), to_dataset(read_run(directory))
-    shutil.rmtree(path, ignore_errors=True)
-    _save(dataset, path)
+    path = Path(target)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
+        fresh = Path(temporary) / "new"
+        _save(to_dataset(read_run(directory)), fresh)
+        if path.exists():
+            os.replace(path, Path(temporary) / "old")
+        os.replace(fresh, path)
     return path
 
 
@@ -238,14 +243,15 @@ def _harmless(value: Any) -> Any:
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
     """Write a file in one step, so that a run of the disk's space leaves none that is half there."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
-            with partial.open("wb") as file:
+            with os.fdopen(descriptor, "wb") as file:
                 write(file)
-            partial.replace(path)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
         finally:
-            partial.unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
