@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from verifiers.cli.main import run_command, writing_results
 
 COMMAND = f"{sys.executable} -m verifiers.cli.evaluate one_env.py -m fake -n 2 -r 1 --output-dir out"
 
@@ -57,3 +60,14 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
     done = run_in(tmp_path, f"mkdir gone && cd gone && rmdir ../gone && {COMMAND}")
     told = "vf-eval: the working directory was deleted; change to one that is there.\n"
     assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_process_that_could_not_be_started_is_not_taken_for_a_full_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_fork() -> int:
+        with writing_results(tmp_path):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    assert run_command("vf-eval", no_fork) == 1
+    assert "vf-eval: no further process or thread can be started; raise the limit" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from verifiers.cli.endpoint import (
     sampling_of,
     typed_redactor,
 )
-from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, tell
+from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, tell, writing_results
 from verifiers.errors import ConfigError
 from verifiers.interrupt import drained_by_signals
 
@@ -187,37 +187,38 @@ def _evaluate(
     elif run.finished_before:
         say(f"resuming {run.directory}: {run.finished_before} of {run.planned} rollouts are there")
     started = time.perf_counter()
-    # a complete run that belongs to somebody else is read
-    writes = not run.is_complete or os.access(run.directory, os.W_OK)
-    with contextlib.ExitStack() as opened:
-        if args.trace is not None and not run.is_complete:
-            from verifiers import tracing
+    with writing_results(run.directory):
+        # a complete run that belongs to somebody else is read
+        writes = not run.is_complete or os.access(run.directory, os.W_OK)
+        with contextlib.ExitStack() as opened:
+            if args.trace is not None and not run.is_complete:
+                from verifiers import tracing
 
-            opened.callback(tracing.start(args, run.directory.name))
-        store = ResultStore(run.directory, {**run.metadata, "status": "running"}, redact)
-        if writes:
-            opened.enter_context(store)
-        runner = Run(
-            played,
-            backend,
-            entry.model,
-            sampling,
-            limiter=limiter,
-            # enough to outlast a restart of the server
-            retry=RetryPolicy(max_attempts=9),
-            rollout_timeout_s=args.rollout_timeout,
-            grading_timeout_s=args.grading_timeout,
-        )
-        try:
-            if not run.is_complete:
-                asyncio.run(_run(run, runner, env, dataset, store, started, entry, quiet=args.json))
-        finally:
-            done = run.finished_before + run.ran >= run.planned
-            summary = run.summary(time.perf_counter() - started if run.ran else 0.0, **shown)
+                opened.callback(tracing.start(args, run.directory.name))
+            store = ResultStore(run.directory, {**run.metadata, "status": "running"}, redact)
             if writes:
-                store.write_metadata(summary=summary, status="finished" if done else "stopped")
-    if writes:
-        write_evaluation_report(run.directory)
+                opened.enter_context(store)
+            runner = Run(
+                played,
+                backend,
+                entry.model,
+                sampling,
+                limiter=limiter,
+                # enough to outlast a restart of the server
+                retry=RetryPolicy(max_attempts=9),
+                rollout_timeout_s=args.rollout_timeout,
+                grading_timeout_s=args.grading_timeout,
+            )
+            try:
+                if not run.is_complete:
+                    asyncio.run(_run(run, runner, env, dataset, store, started, entry, quiet=args.json))
+            finally:
+                done = run.finished_before + run.ran >= run.planned
+                summary = run.summary(time.perf_counter() - started if run.ran else 0.0, **shown)
+                if writes:
+                    store.write_metadata(summary=summary, status="finished" if done else "stopped")
+        if writes:
+            write_evaluation_report(run.directory)
     if not run.interruption.requested or run.results.scored:
         run.require_scores()
         shard = "" if args.shard is None else f", shard {args.shard}"

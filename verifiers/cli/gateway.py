@@ -21,7 +21,7 @@ from verifiers.cli.endpoint import (
     sampling_of,
     typed_redactor,
 )
-from verifiers.cli.main import DONE, Command, CommandParser
+from verifiers.cli.main import DONE, Command, CommandParser, writing_results
 from verifiers.interrupt import drained_by_signals
 
 if TYPE_CHECKING:
@@ -116,14 +116,15 @@ def _record(args: argparse.Namespace, entry: EndpointEntry, sampling: dict[str, 
     }
     results, started = RolloutResults(redact=redact), time.perf_counter()
     directory = new_run_directory(args.name, entry.model, args.output_dir)
-    with ResultStore(directory, metadata, redact) as store:
-        try:
-            asyncio.run(_serve(args, entry, store, results, settings))
-        finally:
-            summary = run_summary(results, metadata, time.perf_counter() - started)
-            store.write_metadata(summary=summary, status="finished")
-    if len(results):
-        write_evaluation_report(directory)
+    with writing_results(directory):
+        with ResultStore(directory, metadata, redact) as store:
+            try:
+                asyncio.run(_serve(args, entry, store, results, settings))
+            finally:
+                summary = run_summary(results, metadata, time.perf_counter() - started)
+                store.write_metadata(summary=summary, status="finished")
+        if len(results):
+            write_evaluation_report(directory)
     mean = f", mean reward {results.mean_reward:.3f}" if results.scored else ""
     print(f"{len(results)} sessions, {results.scored} with a reward{mean}: {directory}")
     return DONE

@@ -16,7 +16,7 @@ import os
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -156,6 +156,7 @@ def hide_library_bars() -> None:
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of writes to an open file, for which Python names no file."""
+_NO_PROCESS = "no further process or thread can be started; raise the limit (`ulimit -u`, or pids of the cgroup)."
 
 
 class CommandFailedError(Error, RuntimeError):
@@ -195,12 +196,20 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         _drop_output()
         return FAILED
     except OSError as error:
+        if not is_of_writing(error):
+            tell(f"{name}: {_NO_PROCESS}")
+            return FAILED
         if error.filename is None and error.errno not in _FULL:
             # from the code of an environment: the traceback shows where
             raise
         where = error.filename or ("standard output" if _drop_output() else None)
         told = f"{type(error).__name__}: {error}" if where is None else f"{where}: {error.strerror}"
         tell(f"{name}: {told}")
+        return FAILED
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        tell(f"{name}: {_NO_PROCESS}")
         return FAILED
     except KeyboardInterrupt:
         tell(f"{name}: interrupted")
@@ -214,6 +223,11 @@ def tell(text: str) -> None:
     """Print a line on standard error; one that takes no more changes no exit code."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def is_of_writing(error: OSError) -> bool:
+    """Return whether an error may come from a file, and is not that of a process that could not be started."""
+    return error.errno != errno.EAGAIN or hasattr(error, "characters_written")
 
 
 def _drop_output() -> bool:
@@ -240,6 +254,18 @@ def _prepare_streams() -> None:
             if null != number:
                 os.close(null)
             setattr(sys, name, open(number, "r" if number == 0 else "w"))  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def writing_results(directory: Path) -> Iterator[None]:
+    """Say of a failed write where it should have gone."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, Error) or not is_of_writing(error):
+            raise
+        # rollouts turn their own into outcomes: this one came from writing
+        raise CommandFailedError(f"results cannot be written to {str(directory)!r}: {error}.") from error
 
 
 # -- vf --------------------------------------------------------------------------------------------------------
