@@ -138,6 +138,13 @@ def test_a_run_that_was_stopped_is_no_success_for_inspect(run: StoredRun, tmp_pa
             assert json.loads(archive.read("header.json"))["status"] == told
 
 
+def test_odd_values_of_a_run_do_not_stop_inspects_log(run: StoredRun, tmp_path: Path) -> None:
+    odd = [{"role": "assistant", "content": 3, "tool_calls": 3}]
+    lines = [row(0, 0, 1.0, completion=odd), row(1, 0, 1.0, completion=3) | {"generation": "a"}]
+    stored = StoredRun(run.directory, {**run.metadata, "versions": "3"}, lines)
+    assert export_run(stored, tmp_path / "x.eval", "inspect")[0].is_file()
+
+
 def test_a_hub_that_refuses_is_one_sentence(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError("log in first")

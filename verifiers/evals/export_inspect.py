@@ -51,6 +51,7 @@ def _header(run: StoredRun) -> dict[str, Any]:
         require_whole(run.directory, row)
     ids = list(dict.fromkeys(row["example_id"] for row in run.rows))
     epochs = max(map(_epoch, run.rows))
+    versions = metadata.get("versions")
     results = RolloutResults(run.rows)
     spec = {
         "eval_id": _id(run, "eval"),
@@ -67,7 +68,7 @@ def _header(run: StoredRun) -> dict[str, Any]:
         "model_base_url": metadata.get("base_url"),
         "model_args": {},
         "config": {"epochs": epochs, "epochs_reducer": ["mean"]},
-        "packages": {"verifiers": str(metadata.get("versions", {}).get("verifiers"))},
+        "packages": {"verifiers": str(versions.get("verifiers") if isinstance(versions, Mapping) else None)},
         "metadata": {"sampling_args": metadata.get("sampling_args") or {}, "seed": metadata.get("seed")},
     }
     failed = sum(row.get("reward") is None for row in run.rows)
@@ -157,18 +158,23 @@ def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return [_message(message) for message in value or ()]
+    return [_message(message) for message in _list(value) if isinstance(message, Mapping)]
 
 
 def _epoch(row: Mapping[str, Any]) -> int:
-    return int(row["generation"]) + 1
+    generation = row.get("generation")
+    return generation + 1 if isinstance(generation, int) else 1
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     found: dict[str, Any] = {"role": role if role in _ROLES else "user", "content": _content(message)}
     if found["role"] == "assistant" and message.get("tool_calls"):
-        found["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        found["tool_calls"] = [_tool_call(call) for call in _list(message["tool_calls"]) if isinstance(call, Mapping)]
     if found["role"] == "tool" and message.get("tool_call_id"):
         found["tool_call_id"] = str(message["tool_call_id"])
     return found
@@ -192,7 +198,8 @@ def _content(message: Mapping[str, Any]) -> Any:
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
+    function = call.get("function") if isinstance(call.get("function"), Mapping) else call
+    assert isinstance(function, Mapping)
     arguments = function.get("arguments")
     found = {"id": str(call.get("id") or ""), "function": str(function.get("name") or ""), "type": "function"}
     try:
