@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_the_result_is_one_line_of_json_for_machines(run: Path, capsys: pytest.C
     assert result["rewards"]["reward"] == {"before": 0.5, "after": 0.5}
     assert (result["changed"], result["rollouts"], result["outcomes"]) == (0, 4, {"completed": 4})
     assert Path(result["results"]).name == f"{run.name}-regraded-1"
+
+
+@pytest.mark.parametrize(("field", "value"), [("env", 3), ("env_args", 3), ("env_directory", {"a": 1})])
+def test_a_run_that_names_no_environment_is_one_sentence(
+    run: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any
+) -> None:
+    path = run / "metadata.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    assert regrade.main([str(run)]) == 2
+    assert "which name no environment" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,9 @@ def regrade_run(args: argparse.Namespace) -> int:
     if not name:
         raise ConfigError(f"{args.run!r} does not say which environment it is of; give it with --env.")
     env_args, place = run.metadata.get("env_args") or {}, run.metadata.get("env_directory")
+    if not isinstance(name, str) or not isinstance(env_args, dict) or not isinstance(place, str | None):
+        told = f"env={name!r:.40}, env_args={env_args!r:.40}, env_directory={place!r:.40}"
+        raise ConfigError(f"the metadata.json of {args.run!r} has {told}, which name no environment; repair it.")
     if args.env_args is not None:
         env_args = json_object("--env-args", args.env_args)
     redact = Redactor(secrets_of_run("", "", {}, env_args))
