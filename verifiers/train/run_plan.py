@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,9 @@ from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 
 _MEASURES = ("reward", "reward_stderr", "prompts", "failed", "seconds")
 _FAMILIES = ("rewards/", "tasks/", "outcomes/", "completions/", "pass_at_", "pass_hat_", "best_at_")
+
+# transformers cannot tell whether these are installed
+_UNKNOWN_TO_TRANSFORMERS = {"azure_ml": "azureml-sdk", "flyte": "flytekit"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ def plan_run(
         raise ConfigError(f"env is {env!r:.100}; give an environment, such as vf.load_environment('my-env').")
     args.settle()
     _refuse_unwritable(str(args.output_dir))
-    _refuse_unusable(args)
+    _refuse_unknown_reports(args.report_to)
+    _refuse_unusable_optimizer(args)
     if args.push_to_hub and os.environ.get("RANK", "0") == "0":
         check_hub(args.hub_model_id or Path(str(args.output_dir)).resolve().name, "push_to_hub=True", args.hub_token)
     batches = plan_batches(args, env, curriculum)
@@ -279,22 +284,42 @@ def _refuse_unwritable(output_dir: str) -> None:
         ) from error
 
 
-def _refuse_unusable(args: GRPOConfig) -> None:
-    """Refuse what transformers refuses later, such as an optimizer or a logger whose package is missing."""
+def _refuse_unknown_reports(names: list[str]) -> None:
+    """Refuse logging integrations that transformers does not know, and those whose package is missing."""
+    if not names:
+        return
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            nearest = difflib.get_close_matches(str(name), INTEGRATION_TO_CALLBACK, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(INTEGRATION_TO_CALLBACK)}."
+            raise ConfigError(f"report_to has {name!r}, which transformers cannot report to; {hint}")
+    own = {name for name, package in _UNKNOWN_TO_TRANSFORMERS.items() if find_spec(package.removesuffix("-sdk"))}
+    missing = sorted({*names} - {*get_available_reporting_integrations(), *own})
+    if missing:
+        packages = " ".join(_UNKNOWN_TO_TRANSFORMERS.get(name, name).replace("_", "-") for name in missing)
+        raise ConfigError(
+            f"report_to has {', '.join(map(repr, missing))}, whose package is not installed; run: pip install "
+            f"{packages}; or leave it out."
+        )
+
+
+def _refuse_unusable_optimizer(args: GRPOConfig) -> None:
+    """Refuse an optimizer or a schedule that transformers refuses later, such as for a package that is missing."""
     import torch
     from transformers import Trainer, get_scheduler
-    from transformers.integrations import get_reporting_integration_callbacks
 
-    setting = f"report_to is {args.report_to!r}"
+    setting = f"optim is {setting_name(args.optim)!r}"
     try:
-        for callback in get_reporting_integration_callbacks(args.report_to):
-            callback()
-        setting = f"optim is {setting_name(args.optim)!r}"
         Trainer.get_optimizer_cls_and_kwargs(args)
         setting = f"lr_scheduler_type is {setting_name(args.lr_scheduler_type)!r}"
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 100, cast(Any, args.lr_scheduler_kwargs))
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        # some optimizers are made for a model's layers, and there is none yet
+    except (ImportError, ValueError, TypeError) as error:
+        # some are made for a model's layers, and there is none yet
         if "to pass a model" not in str(error).replace("`", ""):
             raise ConfigError(f"{setting}, which cannot be used here ({error}).") from error
