@@ -318,6 +318,8 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("http://127.0.0.1:0/v1", "port 0"),
         ("http://[::1:8000/v1", "Invalid IPv6 URL"),
         ("http://::1:8000/v1", "not an HTTP address"),
+        ("http://[::1]8000/v1", "behind the brackets"),
+        ("http://fe80:0:1::2:8000/v1", "without brackets|cannot be read"),
         ("http://me:hunter2@127.0.0.1/v1", "user or password"),
         ("http://127.0.0.1/v1?version=2", "query"),
         ("http://127.0.0.1/v1#top", "query"),
@@ -325,6 +327,8 @@ async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) 
         ("ftp://127.0.0.1/v1", "not an HTTP address"),
         ("127.0.0.1:8000/v1", "not an HTTP address"),
         ("http:///v1", "not an HTTP address"),
+        *((f"http://{host}/v1", "neither a name nor an address") for host in ("127.1", "1.2.3.4.5", "256.1.1.1")),
+        *((f"http://{host}/v1", "neither a name nor") for host in ("a..b", "...", "\\\\h", "ex%zz", "a" * 64)),
     ],
 )
 def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, problem: str) -> None:
@@ -337,6 +341,12 @@ def test_a_base_url_that_cannot_work_is_refused_without_its_password(url: str, p
 def test_a_line_break_in_a_key_or_header_is_refused(key: str, headers: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"(API key|header 'X-Team') for .* has a line break in it"):
         Endpoint("http://127.0.0.1:8000/v1", key, headers)
+
+
+@pytest.mark.parametrize("name", ["X Team", "", "X:", "Größe"])
+def test_a_header_with_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="has a name that no request can hold"):
+        Endpoint("http://127.0.0.1:8000/v1", "sk-a", {name: "a"})
 
 
 def self_signed() -> bytes:
@@ -355,11 +365,15 @@ def self_signed() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("speaks_tls", "told"),
-    [(True, "cannot be verified .*SSL_CERT_FILE"), (False, "does not speak TLS .*is it http://")],
+    ("scheme", "speaks_tls", "told"),
+    [
+        ("https", True, "cannot be verified .*SSL_CERT_FILE"),
+        ("https", False, "does not speak TLS .*is it http://"),
+        ("http", True, "speaks TLS; is it https://"),
+    ],
 )
 async def test_a_disagreement_about_tls_is_permanent_and_says_what_to_do(
-    speaks_tls: bool, told: str, tmp_path: Path
+    scheme: str, speaks_tls: bool, told: str, tmp_path: Path
 ) -> None:
     certified = tmp_path / "both.pem"
     certified.write_bytes(self_signed())
@@ -375,5 +389,5 @@ async def test_a_disagreement_about_tls_is_permanent_and_says_what_to_do(
     given = context if speaks_tls else None
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=given) as server:
         with pytest.raises(ProviderError, match=told) as caught:
-            await one_call(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+            await one_call(f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
     assert not isinstance(caught.value, RetryableError)

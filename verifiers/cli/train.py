@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _TEARDOWN_AFTER_FAILURE_S = 1.5
 """A run that fails has ended within 5 seconds, whatever its environments and its server wait for."""
 
-_OWN_SERVER_AWAY_S = 10.0
-"""Seconds that a server which the run has started may be away before the run ends."""
+_OWN_SERVER_AWAY_S = 60.0
+"""Seconds that a server which the run has started may be away before the run ends: longer than a push."""
 
 
 def parser() -> CommandParser:

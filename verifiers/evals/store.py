@@ -140,7 +140,9 @@ def require_whole(directory: Path, row: Mapping[str, Any]) -> None:
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return each reward function's value in a row: the finite numbers of its column `metrics`."""
-    found = row.get("metrics") or {}
+    found = row.get("metrics")
+    if not isinstance(found, Mapping):
+        return {}
     return {name: number for name, value in found.items() if (number := finite(value)) is not None}
 
 

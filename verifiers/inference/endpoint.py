@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     import aiohttp
 
 
+# labels of a name, which are not all numbers, or an address of version 4
+_BYTE = r"(25[0-5]|(2[0-4]|1?\d)?\d)"
+_HOST = re.compile(rf"(?![\d.]+$)([^\s.%\\]{{1,63}}\.)*[^\s.%\\]{{1,63}}\.?|{_BYTE}(\.{_BYTE}){{3}}")
+
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+
+
 def check_base_url(url: str) -> None:
     """Raise ConfigError where a base URL is no address that every route can be added to."""
     problem = ""
@@ -36,6 +43,12 @@ def check_base_url(url: str) -> None:
             problem = "is not an HTTP address"
         elif parts.username is not None or parts.password is not None:
             problem = "has a user or password in it; send that as a key or a header"
+        elif parts.netloc.count(":") > 1 and "]" not in parts.netloc:
+            problem = "has an IPv6 address without brackets"
+        elif not re.fullmatch(r"[^\]]*(\](:.*)?)?", parts.netloc):
+            problem = "has something behind the brackets of its address that is no port"
+        elif ":" not in parts.hostname and not _HOST.fullmatch(parts.hostname):
+            problem = "has a host that is neither a name nor an address"
         elif parts.port == 0:
             problem = "has port 0"
         elif parts.query or parts.fragment or re.search(r"[\s?#\x00-\x1f]", url):
@@ -111,6 +124,8 @@ class Endpoint:
                 raise ConfigError(
                     f"the {what} for {self.base_url} has a line break in it, which no request can hold."
                 )
+            if not _HEADER_NAME.fullmatch(name):
+                raise ConfigError(f"the header {name!r} for {self.base_url} has a name that no request can hold.")
 
     @classmethod
     def from_openai(cls, client: Any) -> Endpoint:
@@ -169,6 +184,7 @@ class HttpBackend:
         self._root = self.base_url.removesuffix("/v1")
         self.api_key = endpoint.api_key
         self._redact = Redactor(secrets_of_run(self.base_url, self.api_key, endpoint.headers, environ={}))
+        self._has_answered = False
         self._session: aiohttp.ClientSession | None = None
         self._close_session: Callable[[], Awaitable[None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -253,7 +269,7 @@ class HttpBackend:
             # elsewhere neither the headers with their keys nor what is said is meant for
             async with session.post(url, data=sent, allow_redirects=False, **options) as response:
                 place = response.headers.get("Location") if 300 <= response.status < 400 else None
-                status = response.status
+                status, self._has_answered = response.status, True
                 content = await read_body(response, self.endpoint.max_answer_mb)
                 retry_after = None if status == 200 else retry_after_s(response.headers)
         except aiohttp.ConnectionTimeoutError as error:
@@ -265,7 +281,7 @@ class HttpBackend:
         except RetryableError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            if problem := self._tls_problem(error):
+            if problem := await self._tls_problem(error):
                 raise ProviderError(problem) from error
             text = f"{self.base_url} could not be reached: {reason(error)}"
             refused, unresolved = (
@@ -283,7 +299,7 @@ class HttpBackend:
             refusal = ProviderError(f"{refusal}; is the base URL {self.base_url}/v1?", status=status, body=text)
         raise refusal
 
-    def _tls_problem(self, error: Exception) -> str | None:
+    async def _tls_problem(self, error: Exception) -> str | None:
         """Return why no try can succeed, where client and server disagree about TLS; else None."""
         import aiohttp
 
@@ -296,7 +312,18 @@ class HttpBackend:
             found = error.os_error
             is_plain = isinstance(found, ssl.SSLError) and found.reason in _ANSWERS_WITHOUT_TLS
             return f"{self.base_url} does not speak TLS ({found}); is it http://?" if is_plain else None
-        return None
+        never_met = isinstance(error, aiohttp.ClientConnectorError) or proxy_for(self.base_url)
+        if self._has_answered or never_met or not self.base_url.startswith("http://"):
+            return None
+        parts = urllib.parse.urlsplit(self.base_url)
+        context = ssl._create_unverified_context()
+        try:
+            async with asyncio.timeout(self.endpoint.connect_timeout_s):
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=context)
+        except (OSError, TimeoutError):
+            return None
+        writer.transport.abort()
+        return f"{self.base_url} speaks TLS; is it https://?"
 
     async def close(self) -> None:
         close, self._session, self._close_session = self._close_session, None, None

@@ -149,13 +149,21 @@ def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None
                 f"endpoint {entry.name!r} takes its header {header!r} from the environment variable {variable!r}, "
                 "which is not set."
             )
-        headers[header] = os.environ[variable].strip()
-    key = os.environ.get(entry.key_var, "").strip() or "EMPTY"
+        headers[header] = _secret_in(variable)
+    key = _secret_in(entry.key_var) or "EMPTY"
     timeout_s = attempt_timeout_s or entry.attempt_timeout_s or 600.0
     kind = ResponsesBackend if entry.api == "responses" else HttpBackend
     limit_mb = entry.max_answer_mb or MAX_ANSWER_MB
     backends = [kind(Endpoint(url, key, headers, timeout_s=timeout_s, max_answer_mb=limit_mb)) for url in entry.urls]
     return backends[0] if len(backends) == 1 else ServerPool(backends)
+
+
+def _secret_in(variable: str) -> str:
+    """Return what a variable holds, without white space around it; raise ConfigError for a line break inside."""
+    value = os.environ.get(variable, "").strip()
+    if re.search(r"[\r\n\0]", value):
+        raise ConfigError(f"the environment variable {variable!r} holds a key with a line break in it; set it again.")
+    return value
 
 
 def _from_toml(path: Path, text: str) -> dict[str, dict[str, Any]]:

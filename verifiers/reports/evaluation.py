@@ -294,7 +294,7 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
         # runs of before it have no status, but got their summary at the end
         "finished": metadata.get("status", "finished" if isinstance(summary, Mapping) else "") == "finished",
         "prompts": counts.prompts,
-        "promptsTrainedOn": _count(metadata.get("prompts_trained_on")),
+        "promptsTrainedOn": finite(metadata.get("prompts_trained_on")),
         "scored": counts.scored,
         "outcomes": dict(counts.outcomes),
         "measures": [{"name": name, **_numbers(one)} for name, one in found.measures.items()],

@@ -257,7 +257,9 @@ def _number(schema: Mapping[str, Any], kind: str, rng: random.Random) -> float:
     high = schema.get("maximum", schema.get("exclusiveMaximum", math.inf) - step)
     low = schema.get("minimum", schema.get("exclusiveMinimum", min(0, high - 9 * step)) + step)
     first = math.ceil(low / step)
-    value = rng.randint(first, math.floor(min(high / step, first + 9))) * step
+    last = math.floor(min(high / step, first + 9))
+    # bounds as close as a step, or closer, may have none between them
+    value = rng.randint(first, last) * step if first <= last else low
     return int(value) if kind == "integer" else value
 
 

@@ -54,6 +54,8 @@ _BOUNDS = {
     "eval_timeout": (math.ulp(0.0), "a number above 0, or leave it out"),
 }
 
+_FINITE = ("teacher_coef", "demonstrations_share", "demonstrations_coef", "env_ce_coef")
+
 _NEEDED = {
     "teacher_url": ("teacher_model", "teacher_coef", "teacher_top_k"),
     "demonstrations": ("demonstrations_share", "demonstrations_coef"),
@@ -167,7 +169,8 @@ def _values(args: Any) -> _Refusals:
     for name, (least, wanted) in _BOUNDS.items():
         if (value := getattr(args, name)) is not None:
             # not a number is less than nothing, and at least nothing either
-            yield isinstance(value, str) or not value >= least, f"{name} is {value!r}; give {wanted}."
+            is_out = isinstance(value, str) or not value >= least or (name in _FINITE and value == math.inf)
+            yield is_out, f"{name} is {value!r}; give {wanted}."
     for needed, names in _NEEDED.items():
         for name in names:
             value, default = getattr(args, name), type(args).__dataclass_fields__[name].default

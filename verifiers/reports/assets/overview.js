@@ -125,6 +125,8 @@ function notices() {
       found.push(
         `${isPair ? `${"AB"[index]}: ` : ""}${counted(trained, "prompt")} also trained on: this is not a held-out reward.`,
       );
+    else if (trained === null)
+      found.push(`${isPair ? `${"AB"[index]}: ` : ""}Not checked whether prompts are training rows too.`);
   });
   if (failed) found.push(`${counted(failed, "rollout")} without a reward: in no mean.`);
   if (!data.live)

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import os
+from collections.abc import Awaitable
 from typing import Any
 
 from verifiers.errors import GradingError
@@ -52,12 +53,16 @@ def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> 
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         values = {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
     result = function(**values)
-    if inspect.iscoroutine(result):
-        result = asyncio.run(result)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
     try:
         return float(result)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def score_in_worker(
