@@ -74,8 +74,9 @@ class MCPServerConfig:
             raise ConfigError(f"The MCP server {self.name!r} needs either a command or a url, and not both.")
         if isinstance(self.args, str):
             raise ConfigError(f"args of the MCP server {self.name!r} is the string {self.args!r}; give a list.")
-        for what, values in (("env", self.env), ("headers", self.headers)):
-            for name, value in (values or {}).items():
+        given: dict[str, Mapping[str, Any]] = {"env": self.env or {}, "headers": self.headers or {}}
+        for what, values in given.items():
+            for name, value in values.items():
                 if not isinstance(value, str):
                     # which may be a key
                     kind = type(value).__name__
