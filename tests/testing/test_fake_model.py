@@ -102,8 +102,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "d": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
             "e": {"type": "integer", "multipleOf": 5, "minimum": 6},
             "f": {"type": ["null", "integer"]},
+            "g": {"type": "number", "minimum": 0.5701, "maximum": 0.5703},
         },
-        "required": [*"abcdef"],
+        "required": [*"abcdefg"],
     },
     "nested": {
         "type": "object",
