@@ -125,9 +125,13 @@ async def drained_by_signals(
     """Drain `work` at the first signal, unless that is one of `at_once`, and abort it at the second.
 
     A function that blocks the event loop for `limit_s` seconds, and for 5 after a signal, ends the process as
-    `exit_if_blocked` says. `name` is the command's.
+    `exit_if_blocked` says; so does work that goes on 12 seconds after it was aborted. `name` is the command's.
     """
-    loop, process = asyncio.get_running_loop(), os.getpid()
+    loop, process, is_over = asyncio.get_running_loop(), os.getpid(), False
+
+    def exit_in_time(_: object) -> None:
+        if not is_over:
+            faulthandler.dump_traceback_later(_ENDS_WITHIN_S, exit=True, file=_STDERR)
 
     def end(number: int) -> None:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR)
@@ -139,7 +143,7 @@ async def drained_by_signals(
                 print(line, file=sys.stderr)
         else:
             # a task that goes on when it is cancelled would keep the loop, which the guard sees running
-            guard.add_done_callback(_exit_in_time)
+            guard.add_done_callback(exit_in_time)
             guard.cancel()
             work.abort()
 
@@ -156,6 +160,7 @@ async def drained_by_signals(
         with handlers(dict.fromkeys(_ENDS, handle) | {signal.SIGTSTP: _stop}, in_asyncio=True):
             yield
     finally:
+        is_over = True
         guard.cancel()
         faulthandler.cancel_dump_traceback_later()
 
@@ -179,10 +184,6 @@ def handlers(given: Mapping[Any, Any], *, in_asyncio: bool = False) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _exit_in_time(_: object) -> None:
-    faulthandler.dump_traceback_later(_ENDS_WITHIN_S, exit=True, file=_STDERR)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
