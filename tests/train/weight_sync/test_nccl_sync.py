@@ -124,6 +124,22 @@ def test_the_workers_get_every_tensor_whatever_the_size_of_a_buffer(
     sync.close()
 
 
+@pytest.mark.parametrize("answer", [{}, None, [4], {"world_size": "4"}, {"world_size": 0}])
+def test_a_server_that_does_not_tell_its_workers_is_named(
+    server: FakeOpenAIServer, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    ask = nccl.ServerClient.request
+
+    async def request(self: Any, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        return answer if path == "/get_world_size" else await ask(self, method, path, *args, **kwargs)
+
+    monkeypatch.setattr(nccl.ServerClient, "request", request)
+    sync = NcclSync(server.url, make_group=Recorded)
+    with pytest.raises(WeightSyncError, match=r"get_world_size says .*, which is no number of workers"):
+        sync.push(WEIGHTS.items(), 3)
+    sync.close()
+
+
 def test_the_order_of_routes_is_vllms_and_the_group_is_made_once(server: FakeOpenAIServer) -> None:
     made = Groups()
     sync = NcclSync(server.url, make_group=made.make)

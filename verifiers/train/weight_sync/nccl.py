@@ -160,7 +160,13 @@ class NcclSync(ServerSync):
             # loads in a row finds the name from before the first
             if name.isdecimal() or name == PARTIALLY_LOADED:
                 return group
-        workers: int = (await server.ask("GET", "/get_world_size", timeout_s=time_left(deadline)))["world_size"]
+        answer = await server.ask("GET", "/get_world_size", timeout_s=time_left(deadline))
+        workers = answer.get("world_size") if isinstance(answer, dict) else None
+        if type(workers) is not int or workers < 1:
+            raise WeightSyncError(
+                f"GET {server.root}/get_world_size says {str(answer)[:80]}, which is no number of workers; start the "
+                'server with vf-vllm, or set weight_sync="directory".'
+            )
         assert self._make_group is not None
         group = self._make_group()
         unique_id = group.unique_id()
