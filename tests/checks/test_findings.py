@@ -220,6 +220,17 @@ async def test_a_reward_that_is_no_number_is_a_failed_grade() -> None:
     assert found.get("grading-fails") == "error"
 
 
+async def test_the_function_that_is_slow_is_named() -> None:
+    async def waits(completion: Any) -> float:
+        await asyncio.sleep(0.05)
+        return 0.5
+
+    report = await check_environment(single([right, waits], ROWS[:3], ROWS[:3]))
+    seconds = report.numbers["rewards"]["seconds_a_call"]
+    assert set(seconds) == {"right", "waits"}
+    assert seconds["right"] < 0.05 <= seconds["waits"]
+
+
 async def test_a_sound_environment_has_none() -> None:
     assert await kinds_of(sound()) == {}
 

@@ -9,6 +9,7 @@ import ast
 import asyncio
 import contextlib
 import functools
+import inspect
 import itertools
 import re
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 from verifiers.checks.check_report import CheckFinding, Severity, named_rows
 from verifiers.concurrency import gather_owned
@@ -29,7 +31,7 @@ from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import reward_name, signature_of
+from verifiers.rubrics.scoring import RewardCall, reward_name, signature_of
 from verifiers.testing.fake_model import form_of, rubrics_of
 from verifiers.types import Outcome, RolloutKey
 
@@ -177,9 +179,10 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
             break
     started = time.perf_counter()
     lag = LoopLag(_BEAT_S)
-    async with lag.measured():
-        again = await _play_one_by_one(env, texts)
-        await asyncio.sleep(0)
+    with _timed_calls() as calls:
+        async with lag.measured():
+            again = await _play_one_by_one(env, texts)
+            await asyncio.sleep(0)
     seconds = (time.perf_counter() - started) / max(1, len(again))
     together, probed = await _play_together(env, texts)
     everything = [*alone.values(), *again.values(), *together.values()]
@@ -194,9 +197,11 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
         *_other_numbers(env, alone, again, together),
         *await _beside_others(env, texts, alone, _differing(alone, again)),
         *(_functions(env, everything, unearned) if tells_right else ()),
-        *_times(again, lag.quantile_ms(1.0) / 1000),
+        *_times(again, calls, lag.quantile_ms(1.0) / 1000),
     ]
-    return findings, {**_numbers(texts, alone, probed, everything, seconds), "tells_right": tells_right}
+    numbers = _numbers(texts, alone, probed, everything, seconds)
+    numbers["seconds_a_call"] = {name: round(fmean(each), 6) for name, each in calls.items()}
+    return findings, {**numbers, "tells_right": tells_right}
 
 
 # -- rows, texts and rollouts ----------------------------------------------------------------------------------------
@@ -275,6 +280,28 @@ async def _play_together(env: Any, texts: _Texts) -> tuple[Played, dict[str, Pla
     for (place, name, _), rollout in zip(work, done, strict=True):
         found[name][place] = rollout
     return found.pop("", {}), found
+
+
+@contextlib.contextmanager
+def _timed_calls() -> Iterator[dict[str, list[float]]]:
+    """Give the seconds of each call of a reward function that is made meanwhile, by name."""
+    original, found = RewardCall.result, defaultdict[str, list[float]](list)
+
+    def result(call: RewardCall, values: Mapping[str, Any]) -> Any:
+        began = time.perf_counter()
+
+        def noted(value: Any) -> Any:
+            found[reward_name(call.func)].append(time.perf_counter() - began)
+            return value
+
+        async def awaited() -> Any:
+            return noted(await value)
+
+        value = original(call, values)
+        return awaited() if inspect.isawaitable(value) else noted(value)
+
+    with mock.patch.object(RewardCall, "result", result):
+        yield found
 
 
 # -- findings --------------------------------------------------------------------------------------------------------
@@ -470,12 +497,13 @@ def _unearned(env: Any, rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _times(again: Played, late_s: float) -> Iterator[CheckFinding]:
+def _times(again: Played, calls: Mapping[str, Sequence[float]], late_s: float) -> Iterator[CheckFinding]:
     mean_s = fmean([rollout.timing.scoring_s for rollout in again.values()]) if again else 0.0
     if mean_s > _SLOW_S:
-        text = f"scoring one rollout takes {mean_s:.2f} s"
+        slowest = max(calls, key=lambda name: fmean(calls[name]), default="rubric")
+        text = f"scoring one rollout takes {mean_s:.2f} s, {fmean(calls.get(slowest, [mean_s])):.2f} of them here"
         mend = "training waits for it: make it quicker, or asynchronous if it waits for something."
-        yield CheckFinding("slow-rewards", "warning", "rubric", text, mend)
+        yield CheckFinding("slow-rewards", "warning", f"{slowest!r}", text, mend)
     if late_s > _LATE_S:
         text = f"the event loop stood still for {late_s:.2f} s while one rollout after another was played and scored"
         mend = (
