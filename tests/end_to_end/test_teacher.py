@@ -181,7 +181,8 @@ def judged(monkeypatch: pytest.MonkeyPatch, answer: Any) -> Rollout:
     monkeypatch.setattr(teacher._backend, "post", post)
     rollout = one_rollout()
     asyncio.run(teacher.judge([rollout]))
-    assert tries[0] == ("/completions", {"model": "t", "prompt": [1, 2, 3, 4], "max_tokens": 1, "prompt_logprobs": 0})
+    asked = {"model": "t", "prompt": [1, 2, 3, 4], "echo": True, "max_tokens": 0, "prompt_logprobs": 0}
+    assert tries[0] == ("/completions", asked)
     return rollout
 
 

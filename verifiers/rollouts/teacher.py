@@ -88,7 +88,8 @@ class Teacher:
 
     async def _ask(self, ids: Sequence[int]) -> list[dict[int, float]]:
         """Return log-probs by token id for each position of a prompt; {} for the first, which nothing predicts."""
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top_k}
+        # nothing is to be sampled
+        body = {"model": self._model, "prompt": ids, "echo": True, "max_tokens": 0, "prompt_logprobs": self._top_k}
 
         async def attempt() -> list[dict[int, float]]:
             data = await self._backend.post(COMPLETIONS, body)

@@ -20,8 +20,8 @@ from verifiers_embedded.engine.decoding import FixedPass, Record, refuses_waits,
 from verifiers_embedded.engine.generation import Sequence
 from verifiers_embedded.engine.prefixes import BLOCK, PrefixStore
 from verifiers_embedded.engine.sampling import BatchSampler, Draw
-from verifiers_embedded.engine.scoring import PromptScore, score_prompt
-from verifiers_embedded.errors import StartError
+from verifiers_embedded.engine.scoring import Prompt, PromptScore, score_prompts, scored_together
+from verifiers_embedded.errors import BrokenLogits, StartError
 
 PREFILL_TOKENS = 8192
 """Most tokens (with padding) of one prefill pass, unless a single prompt is longer."""
@@ -122,9 +122,10 @@ class ActiveBatch:
         fresh = set(map(id, sequences))
         self._prefill([row for row, item in enumerate(self.sequences) if id(item) in fresh])
 
-    def score(self, ids: Listed[int], alternatives: int) -> PromptScore:
-        """Return the log-probabilities of a prompt's tokens, and of the likeliest in their places."""
-        return score_prompt(self._model, ids, alternatives, self._cache_name)
+    def score(self, prompts: Listed[Prompt]) -> list[PromptScore | BrokenLogits]:
+        """Score as many of the first prompts as go into one pass."""
+        together = prompts[: scored_together(self._model, prompts)]
+        return score_prompts(self._model, together, self._cache_name)
 
     def keep_only(self, keep: Listed[bool]) -> None:
         """Free the rows whose flag is false; other rows move into the gaps."""

@@ -17,7 +17,7 @@ from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.decoding import Record
 from verifiers_embedded.engine.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
 from verifiers_embedded.engine.sampling import NoiseStream
-from verifiers_embedded.engine.scoring import PromptScore
+from verifiers_embedded.engine.scoring import Prompt, PromptScore
 from verifiers_embedded.engine.stopping import Decode, IsByte, StopMatcher, no_byte
 from verifiers_embedded.engine.weights import Copies, copy_weights
 from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped, GrammarFailed
@@ -79,6 +79,7 @@ class Engine:
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[Future[Any]], bool], Future[Any]]] = deque()
+        self._to_score: list[tuple[Prompt, Future[PromptScore]]] = []
         self._drained: list[Future[None]] = []
         self._paused = False
         self._draining = False
@@ -145,17 +146,36 @@ class Engine:
         return [sequence.future for sequence in sequences]
 
     def score(self, ids: list[int], alternatives: int) -> Future[PromptScore]:
-        """Compute the log-probabilities of a prompt's tokens under the present weights, paused or not."""
+        """Compute the log-probabilities of a prompt's tokens under the present weights, paused or not.
 
-        def apply(done: Future[Any]) -> bool:
-            try:
+        Prompts that wait for a step to end are computed together.
+        """
+        done: Future[PromptScore] = Future()
+        with self._wake:
+            if self._failure is not None:
+                _complete(done, error=self._failure)
+                return done
+            self._to_score.append(((ids, alternatives), done))
+            if len(self._to_score) == 1:
+                self._score_next()
+        return done
+
+    def _score_next(self) -> None:
+        def apply(command: Future[Any]) -> bool:
+            with self._wake:
                 # a client that has gone away needs none
-                _complete(done, result=None if done.cancelled() else self._batch.score(ids, alternatives))
-            except BrokenLogits as error:
-                _complete(done, error=error)
-            return False
+                self._to_score = [(prompt, done) for prompt, done in self._to_score if not done.cancelled()]
+                asked = list(self._to_score)
+            scores = self._batch.score([prompt for prompt, _ in asked]) if asked else []
+            for (_, done), score in zip(asked, scores, strict=False):
+                _complete(done, result=score, error=score if isinstance(score, BrokenLogits) else None)
+            with self._wake:
+                del self._to_score[: len(scores)]
+                if self._to_score:
+                    self._score_next()
+            return True
 
-        return self._between_steps(apply)
+        self._between_steps(apply)
 
     def _sequence(self, request: GenerationRequest, watcher: Watcher | None) -> Sequence:
         matcher = StopMatcher(self._decode, request.stop, self._is_byte) if request.stop else None
@@ -370,9 +390,10 @@ class Engine:
         with self._wake:
             self._failure = error
             futures: list[Future[Any]] = [item.future for item in (*self._batch.sequences, *self._waiting)]
-            futures += [done for _, done in self._commands] + list(self._drained)
+            futures += [done for _, done in (*self._commands, *self._to_score)] + list(self._drained)
             self._waiting.clear()
             self._commands.clear()
+            self._to_score.clear()
             self._drained.clear()
         for future in futures:
             _complete(future, error=error)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a prompt, as a teacher of another policy is asked for them."""
+"""Log-probabilities of the tokens of prompts, as a teacher of another policy is asked for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ import torch
 from verifiers_embedded.engine.decoding import upload
 from verifiers_embedded.errors import BrokenLogits
 
-_PIECE = 256
-"""Tokens of one pass: what bounds its logits."""
+_LOGITS_AT_ONCE = 64 * 2**20
+"""Logits of one pass: 256 MiB in float32, and as much again for their log-probabilities."""
+
+_MOST_TOKENS = 4096
+
+Prompt = tuple[Sequence[int], int]
+"""Token ids, and how many of the likeliest tokens are to be told in each place."""
 
 
 @dataclass(frozen=True)
@@ -27,31 +32,62 @@ class PromptScore:
     likeliest: list[list[tuple[int, float]]]
 
 
-def score_prompt(model: Any, ids: Sequence[int], alternatives: int, cache_name: str) -> PromptScore:
-    """Score a prompt piece by piece, with a cache of its own.
+def scored_together(model: Any, prompts: Sequence[Prompt]) -> int:
+    """Return how many of the first prompts are scored in one pass; one that is too long for it is scored alone."""
+    longest = 0
+    for count, (ids, _) in enumerate(prompts):
+        longest = max(longest, len(ids))
+        if (count + 1) * longest > _tokens_at_once(model):
+            return max(1, count)
+    return len(prompts)
+
+
+def score_prompts(model: Any, prompts: Sequence[Prompt], cache_name: str) -> list[PromptScore | BrokenLogits]:
+    """Score prompts side by side, a long one piece by piece, with a cache of its own.
+
+    Nothing is masked: a shorter prompt is padded behind its end, where a causal model does not look.
 
     Args:
-        alternatives: how many of the likeliest tokens to return.
         cache_name: the name of the cache among the arguments of the model's forward.
     """
     from transformers import DynamicCache
 
-    cache = {cache_name: DynamicCache(config=model.config)}
-    log_probs: list[float] = []
-    likeliest: list[list[tuple[int, float]]] = []
-    for start in range(0, len(ids) - 1, _PIECE):
-        piece, next_ids = ids[start : start + _PIECE], ids[start + 1 : start + 1 + _PIECE]
-        given = {"input_ids": [list(piece)], "position_ids": [list(range(start, start + len(piece)))]}
-        inputs = {name: upload(values, model.device) for name, values in given.items()}
-        logits_TV = model(**inputs, **cache, use_cache=True).logits[0]
-        logps_TV = logits_TV[: len(next_ids)].float().log_softmax(-1)
-        chosen = upload(list(next_ids), model.device)[:, None]
-        log_probs += logps_TV.gather(1, chosen)[:, 0].tolist()
-        values, places = torch.topk(logps_TV, min(alternatives, logps_TV.shape[1]))
-        pairs = zip(places.tolist(), values.tolist(), strict=True)
-        likeliest += [list(zip(*pair, strict=True)) for pair in pairs]
-    if not all(map(math.isfinite, log_probs)):
-        raise BrokenLogits(
+    width, most = max(len(ids) for ids, _ in prompts), max(alternatives for _, alternatives in prompts)
+    ids_NT = upload([[*ids, *[0] * (width - len(ids))] for ids, _ in prompts], model.device)
+    piece = max(1, _tokens_at_once(model) // len(prompts))
+    options: dict[str, Any] = {"use_cache": width - 1 > piece}
+    if options["use_cache"]:
+        options[cache_name] = DynamicCache(config=model.config)
+    chosen, values, places = [], [], []
+    for start in range(0, width - 1, piece):
+        end = min(start + piece, width - 1)
+        positions = torch.arange(start, end, device=model.device).expand(len(prompts), -1)
+        logits_NTV = model(input_ids=ids_NT[:, start:end], position_ids=positions, **options).logits
+        logps_NTV = logits_NTV.float().log_softmax(-1)
+        chosen.append(logps_NTV.gather(2, ids_NT[:, start + 1 : end + 1, None])[..., 0].cpu())
+        best = torch.topk(logps_NTV, min(most, logps_NTV.shape[2]))
+        values.append(best.values.cpu())
+        places.append(best.indices.cpu())
+    if not chosen:
+        return [PromptScore([], []) for _ in prompts]
+    columns = (torch.cat(parts, dim=1).tolist() for parts in (chosen, values, places))
+    return [_score(asked, *found) for asked, *found in zip(prompts, *columns, strict=True)]
+
+
+def _score(
+    asked: Prompt, log_probs: list[float], values: list[list[float]], places: list[list[int]]
+) -> PromptScore | BrokenLogits:
+    count, alternatives = len(asked[0]) - 1, asked[1]
+    if not all(map(math.isfinite, log_probs[:count])):
+        return BrokenLogits(
             "the model gave no valid distribution for a token of the prompt: push weights that are finite"
         )
-    return PromptScore(log_probs, likeliest)
+    pairs = zip(places[:count], values[:count], strict=True)
+    return PromptScore(
+        log_probs[:count],
+        [list(zip(ids[:alternatives], found[:alternatives], strict=True)) for ids, found in pairs],
+    )
+
+
+def _tokens_at_once(model: Any) -> int:
+    return max(1, min(_MOST_TOKENS, _LOGITS_AT_ONCE // model.config.get_text_config().vocab_size))

@@ -52,31 +52,42 @@ def text_completion(
 ) -> dict[str, Any]:
     """Return the body of a completion: `n` choices of the first prompt, then those of the second, and so on.
 
-    `scored` are the prompts' log-probabilities, which come as vLLM writes them.
+    `scored` are the prompts' log-probabilities: before those of an answer that echoes, and as vLLM writes them.
     """
     choices = []
     for index, generation in enumerate(generations):
         prompt_text, prompt_ids = prompts[index // request.n]
+        score = None if scored is None else scored[index // request.n]
         whole = text.decode(generation.token_ids)
         said = cut_at_stop(whole, request.stop_strings)
         choice = {"index": index, "text": prompt_text + said if request.echo else said, "logprobs": None}
         if request.wants_logprobs:
-            choice["logprobs"] = text_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
+            ids, log_probs, likeliest = (
+                generation.token_ids,
+                list[float | None](generation.log_probs),
+                generation.likeliest,
+            )
+            if request.echo and score is not None:
+                ids, log_probs = [*prompt_ids, *ids], [None, *score.log_probs, *log_probs]
+                likeliest = [[], *(one[: request.top_logprobs] for one in score.likeliest), *likeliest]
+            choice["logprobs"] = text_logprobs(text, ids, log_probs, likeliest)
         choice |= {**finish_fields(generation), "stop_reason": first_stop(whole, request.stop_strings)}
         if request.return_token_ids:
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": generation.token_ids}
-        if scored is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(text, prompt_ids, scored[index // request.n])
+        if score is not None and request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(text, prompt_ids, score, request.prompt_logprobs)
         choices.append(choice | sampling_mask(request, generation))
     body = head("cmpl", "text_completion", request)
     return body | {"choices": choices, "usage": usage([ids for _, ids in prompts], generations)}
 
 
-def prompt_logprobs(text: ChatText, prompt_ids: list[int], score: PromptScore) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    text: ChatText, prompt_ids: list[int], score: PromptScore, alternatives: int
+) -> list[dict[str, Any] | None]:
     """Return by id the log-probability of each token of a prompt but the first, and of the likeliest in its place."""
     found: list[dict[str, Any] | None] = [None]
     for token, log_prob, likeliest in zip(prompt_ids[1:], score.log_probs, score.likeliest, strict=True):
-        entries = {token: log_prob, **dict(likeliest)}
+        entries = {token: log_prob, **dict(likeliest[:alternatives])}
         found.append({str(one): {"logprob": entries[one], "decoded_token": text.token(one)[0]} for one in entries})
     return found
 
@@ -182,7 +193,7 @@ def chat_logprobs(
 
 
 def text_logprobs(
-    text: ChatText, ids: Sequence[int], log_probs: Sequence[float], likeliest: TopTokens, offset: int = 0
+    text: ChatText, ids: Sequence[int], log_probs: Sequence[float | None], likeliest: TopTokens, offset: int = 0
 ) -> dict[str, Any]:
     """Return log-probabilities in the form of completions; `offset` is where the first token's text begins."""
     names, offsets, tops = [], [], []

@@ -159,10 +159,10 @@ class Routes:
         if asked.stream:
             return await self._stream(request, asked, jobs, TextWriter(asked, prompts, self._text))
         scored: list[PromptScore] | None = None
-        if asked.prompt_logprobs is not None:
-            asking = [self._engine.score(ids, asked.prompt_logprobs) for _, ids in prompts]
+        if asked.scores_of_prompt is not None:
+            asking = [self._engine.score(ids, asked.scores_of_prompt) for _, ids in prompts]
             scored = await asyncio.gather(*map(asyncio.wrap_future, asking))
-        generations = await self._generate(jobs)
+        generations = await self._generate(jobs) if asked.limit else [Generation([], [], "length", []) for _ in jobs]
         return web.json_response(text_completion(asked, prompts, generations, self._text, scored))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

@@ -402,6 +402,7 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
         Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
         Field(description=f"a text, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
     ]
+    max_tokens: Annotated[Whole, Field(ge=0, description="a whole number")] | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
     prompt_logprobs: TopLogprobs | None = None
@@ -410,13 +411,8 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise ApiError(
-                "field 'echo' with 'logprobs' would need log-probabilities of the prompt, which this server does "
-                "not compute; leave one of them out",
-                param="echo",
-                code="unsupported_parameter",
-            )
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("field 'max_tokens' must be at least 1, or 0 with 'echo'", param="max_tokens")
         if self.best_of not in (None, 1, self.n):
             raise ApiError(
                 f"field 'best_of' with value {self.best_of} is not supported by this server; leave it out or give 1",
@@ -424,6 +420,7 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
                 code="unsupported_parameter",
             )
         self.refuse_in_stream("prompt_logprobs", self.prompt_logprobs is not None)
+        self.refuse_in_stream("echo", self.echo and (self.wants_logprobs or self.max_tokens == 0))
         self.refuse_in_stream("return_sampling_mask", self.return_sampling_mask)
         _ = self.schema_text
         return self
@@ -433,6 +430,12 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
+
+    @property
+    def scores_of_prompt(self) -> int | None:
+        """How many alternatives to each token of the prompts are wanted; None where no log-probability is."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
 
     @property
     def limit(self) -> int | None:

@@ -125,7 +125,7 @@ async def test_completions_take_text_and_ids_alike(start: Any, model_dir: Any, r
 async def test_prompts_are_scored_by_the_models_own_distribution(
     start: Any, model_dir: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "_PIECE", 16)
+    monkeypatch.setattr(scoring, "_MOST_TOKENS", 16)
     server = await start()
     draw = torch.Generator().manual_seed(0)
     long, short = (torch.randint(5, 60, (length,), generator=draw).tolist() for length in (70, 2))
@@ -143,6 +143,29 @@ async def test_prompts_are_scored_by_the_models_own_distribution(
             assert [one[str(place)]["logprob"] for place in places] == pytest.approx(values, abs=1e-4)
     status, refused = await server.post("/v1/completions", {**body, "stream": True})
     assert (status, refused["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_an_echo_has_the_log_probs_of_its_prompt(start: Any, model_dir: Any, reference: Any) -> None:
+    server = await start()
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 60, (length,), generator=draw).tolist() for length in (30, 1, 12, 29, 3)]
+    body = {"model": "m", "prompt": prompts, "echo": True, "logprobs": 1, "seed": 1}
+    for most, ends in ((0, 0), (2, 2)):
+        answer = await server.post("/v1/completions", {**body, "max_tokens": most, "ignore_eos": True})
+        assert answer[0] == 200
+        assert answer[1]["usage"]["completion_tokens"] == ends * len(prompts)
+        for ids, choice in zip(prompts, answer[1]["choices"], strict=True):
+            told = choice["logprobs"]
+            assert (told["token_logprobs"][0], told["text_offset"][0]) == (None, 0)
+            assert choice["text"] == "".join(told["tokens"])
+            found = told["token_logprobs"][1 : len(ids)]
+            assert found == pytest.approx(reference.log_probs(model_dir, ids[:1], ids[1:]), abs=1e-4)
+            assert len(told["tokens"]) == len(ids) + ends
+            first, *others = told["top_logprobs"] or [None]
+            assert first is None
+            tops = [max(top.values()) for top in others[: len(ids) - 1]]
+            best = torch.log_softmax(reference.logits(model_dir, ids)[:-1], -1).amax(-1)
+            assert tops == pytest.approx(best.tolist(), abs=1e-4)
 
 
 async def test_several_prompts_with_several_choices_keep_openais_order(start: Any) -> None:
@@ -169,7 +192,8 @@ async def test_completions_default_to_16_tokens_as_openais_do(start: Any) -> Non
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": [10**6]}, "prompt"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": True}, "logprobs"),
