@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from verifiers.cli.evaluate import main
+from verifiers.cli.regrade import main as regrade
 from verifiers.evals.store import read_run
 from verifiers.testing import FakeOpenAIServer, Fault
 
@@ -83,6 +84,16 @@ def test_more_prompts_and_more_rollouts_of_each_keep_what_was_done(server: FakeO
     assert {(row["example_id"], row["generation"]) for row in read_run(directory).rows} == {
         (example, generation) for example in range(3) for generation in range(2)
     }
+
+
+def test_more_prompts_do_not_continue_a_run_that_was_graded_again(server: FakeOpenAIServer, env_name: str) -> None:
+    command = [env_name, "-b", server.url, "-r", "1"]
+    assert main([*command, "-n", "2"]) == 0
+    (run,) = Path("outputs/evals").glob("*/*")
+    assert regrade([str(run)]) == 0
+    assert main([*command, "-n", "3"]) == 0
+    assert len(read_run(run).rows) == 3
+    assert len(read_run(f"{run}-regraded-1").rows) == 2
 
 
 @pytest.mark.slow

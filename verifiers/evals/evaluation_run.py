@@ -433,7 +433,10 @@ def find_run(directory: Path, plan: Mapping[str, Any], rows: Any = None) -> Path
 
 def _is_part(metadata: Mapping[str, Any], plan: Mapping[str, Any], rows: Any) -> bool:
     """Return whether a run played the first of the plan's rows, as often or less often, and all else is the same."""
-    if rows is None or run_identity(metadata, but_for=_SIZE) != run_identity(plan, but_for=_SIZE):
+    # a run that was graded again has no identity: its rewards may be another rubric's
+    if rows is None or "identity" not in metadata:
+        return False
+    if run_identity(metadata, but_for=_SIZE) != run_identity(plan, but_for=_SIZE):
         return False
     # a stranger's may be anything
     match metadata.get("num_examples"), metadata.get("rollouts_per_example"):
