@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,20 @@ def test_what_is_there_is_never_overwritten(run: StoredRun, tmp_path: Path, kind
     with pytest.raises(ConfigError, match="is there already"):
         export_run(run, tmp_path / "taken", kind)
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["csv", "hf", "sft", "preference", "inspect"])
+def test_a_disk_that_takes_no_more_leaves_nothing_that_is_half_there(
+    run: StoredRun, tmp_path: Path, kind: str
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            export_run(run, tmp_path / "x", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
 def test_nothing_to_write_says_why(run: StoredRun, tmp_path: Path) -> None:

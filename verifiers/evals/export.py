@@ -82,18 +82,19 @@ def to_dataset(run: StoredRun) -> Dataset:
 def save_dataset(directory: str | Path, target: str | Path) -> Path:
     """Save the run in `directory` as a datasets directory, in the place of an older one."""
     path = Path(target)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
-        fresh = Path(temporary) / "new"
-        _save(to_dataset(read_run(directory)), fresh)
-        if path.exists():
-            os.replace(path, Path(temporary) / "old")
-        os.replace(fresh, path)
+    _save(to_dataset(read_run(directory)), path)
     return path
 
 
 def _save(dataset: Dataset, path: Path) -> None:
-    with without_bars():
-        dataset.save_to_disk(str(path))
+    """Write a directory in one step, as `_write` does a file."""
+    with _writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
+        fresh = Path(temporary) / "new"
+        with without_bars():
+            dataset.save_to_disk(str(fresh))
+        if path.exists():
+            os.replace(path, Path(temporary) / "old")
+        os.replace(fresh, path)
 
 
 def push_dataset(directory: str | Path, name: str) -> None:
@@ -243,8 +244,7 @@ def _harmless(value: Any) -> Any:
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
     """Write a file in one step, so that a run of the disk's space leaves none that is half there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(path):
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -253,5 +253,12 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
