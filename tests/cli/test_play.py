@@ -122,6 +122,13 @@ def test_an_input_that_ends_too_early_has_no_score(typed: Type, capsys: pytest.C
     assert shown.err == "vf-play: the input ended before the rollout did, so there is no score.\n"
 
 
+def test_a_line_may_be_of_any_length(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(SOURCE.replace('kind="echo"', 'kind="farewell"'))
+    command = [sys.executable, "-m", "verifiers.cli.play", "game.py"]
+    done = subprocess.run(command, input="x" * 200_000, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (done.returncode, "outcome  completed" in done.stdout) == (0, True), done.stderr
+
+
 def test_tools_are_shown_and_called_and_mistakes_are_answered_as_a_models_are(
     typed: Type, capsys: pytest.CaptureFixture[str]
 ) -> None:

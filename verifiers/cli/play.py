@@ -126,7 +126,7 @@ class Player:
 
 
 def _opened_input() -> asyncio.StreamReader:
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=sys.maxsize)
 
     def read() -> None:
         # the loop is closed where the game ended before the input did
