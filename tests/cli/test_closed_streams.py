@@ -71,3 +71,12 @@ def test_a_process_that_could_not_be_started_is_not_taken_for_a_full_disk(
 
     assert run_command("vf-eval", no_fork) == 1
     assert "vf-eval: no further process or thread can be started; raise the limit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG], ids=["disk", "ulimit -f"])
+def test_a_file_that_takes_no_more_is_one_sentence(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise OSError(code, os.strerror(code))
+
+    assert run_command("vf-report", full) == 1
+    assert os.strerror(code) in capsys.readouterr().err

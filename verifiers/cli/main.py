@@ -154,7 +154,7 @@ def hide_library_bars() -> None:
 # -- errors and exit codes -----------------------------------------------------------------------------------------
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of writes to an open file, for which Python names no file."""
 _NO_PROCESS = "no further process or thread can be started; raise the limit (`ulimit -u`, or pids of the cgroup)."
 
