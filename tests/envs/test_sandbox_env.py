@@ -81,12 +81,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeSandbox]:
 
 async def test_commands_run_in_the_rollouts_own_sandbox_and_their_output_is_told() -> None:
     env = vf.SandboxEnv(eval_dataset=ROWS, timeout_per_command_s=10)
-    first = bash("echo one > file; cat file; echo oops >&2; exit 3", "pwd")
+    first = bash("echo one > file; cat file; echo oops >&2; exit 3", "pwd", "")
     rollout = await run_one(env, first, bash("cat file"), "done")
     assert (rollout.outcome, rollout.failure) == (Outcome.COMPLETED, None)
-    mixed, _, kept = replies(rollout.completion)
+    mixed, _, empty, kept = replies(rollout.completion)
     assert mixed == "one\nstderr:\noops\n[exit code 3]"
-    assert kept == "one"
+    assert (empty, kept) == ("[no output]", "one")
     other = await run_one(env, bash("cat file"), "done")
     assert "No such file" in replies(other.completion)[0]
     assert env._slots == {}

@@ -42,9 +42,10 @@ async def test_commands_give_their_output_and_exit_code(box: Sandbox) -> None:
     if box.isolation != "podman":
         # in a container it is the image that has modules
         assert (await box.run(["python", "-c", "import pydantic"])).stderr == ""
-    for command in ("", []):
-        with pytest.raises(ConfigError, match="empty"):
-            await box.run(command)
+    # as a shell has it, and as a policy may say it
+    assert (await box.run("")).exit_code == 0
+    with pytest.raises(ConfigError, match="without words"):
+        await box.run([])
 
 
 async def test_stdin_is_fed_however_long_and_need_not_be_read(box: Sandbox) -> None:

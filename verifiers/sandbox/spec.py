@@ -203,7 +203,9 @@ class Sandbox(abc.ABC):
 
 
 def checked_command(command: str | Sequence[str]) -> str | list[str]:
-    """Return a command as it is sent. Raises ConfigError for an empty one."""
+    """Return a command as it is sent. Raises ConfigError for an empty list."""
+    if isinstance(command, str):
+        return command
     if not command:
-        raise ConfigError("A sandbox was given an empty command.")
-    return command if isinstance(command, str) else [str(part) for part in command]
+        raise ConfigError("A sandbox was given a command without words.")
+    return [str(part) for part in command]
