@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def test_placeholders_have_the_row_and_nothing_is_replaced_twice() -> None:
         return filled(text, values, row)
 
     assert fill("--task={prompt}") == "--task={model} says 'hi'"
+    line = filled("a {prompt} --task={task} {a}", values, row, shlex.quote)
+    assert shlex.split(line) == ["a", "{model} says 'hi'", "--task=sums", "{a}"]
     assert fill("{model} {base_url} {task} {example_id}") == "policy http://127.0.0.1:1/v1 sums 7"
     assert fill('{info.repo} {info.tags} ${model} {"a": {}} {answer}') == 'a/b ["x"] ${model} {"a": {}} {answer}'
     assert [message["role"] for message in json.loads(fill("{messages}"))] == [

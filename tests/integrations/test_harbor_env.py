@@ -117,6 +117,21 @@ def test_keys_that_are_not_known_are_named_once(tmp_path: Path, caplog: pytest.L
     ] == [*("colour", "environment.ram")]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"agent": "mine {promt}"}, r"no placeholder \{promt\}; did you mean \{prompt\}"),
+        ({"agent": ["mine", "{promt}"]}, r"no placeholder \{promt\}; did you mean \{prompt\}"),
+        ({"agent": "mine 'Solve: {prompt}'"}, "outside of quotes"),
+        ({"agent": 'mine "{task}" {prompt}'}, "outside of quotes"),
+    ],
+    ids=str,
+)
+def test_arguments_that_mean_something_else_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(vf.ConfigError, match=text):
+        HarborEnv(TASKS, tool="podman", **arguments)
+
+
 def test_tasks_that_are_held_out_are_evaluated_and_never_trained() -> None:
     env = vf.HarborEnv(TASKS, tool="podman", eval_tasks=["two-*"])
     assert set(env.get_eval_dataset()["task"]) == {"two-steps", "two-users"}
@@ -245,7 +260,7 @@ def agent(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("podman")
 async def test_a_mounted_agent_inside_reaches_the_gateway_alone_and_is_trained(agent: Path) -> None:
     words = ["python3", str(agent), "{prompt}"]
-    env = HarborEnv(TASKS, words, tool="podman", readable=[str(agent)], tasks=["reward-json", "two-steps"])
+    env = HarborEnv(TASKS / "reward-json", words, tool="podman", readable=[str(agent)])
     answer = "echo 42 > answer; ls /sys/class/net > /logs/artifacts/net"
     async with FakeOpenAIServer(answer) as server:
         backend = HttpBackend(Endpoint(server.url))
@@ -256,11 +271,14 @@ async def test_a_mounted_agent_inside_reaches_the_gateway_alone_and_is_trained(a
     assert rollout.completion == [{"role": "assistant", "content": f"ran {answer}"}]
     assert rollout.info["artifacts"] == {"/logs/artifacts/net": "lo\n"}
     assert server.requests[0].body["messages"][-1]["content"].startswith("Write the number 42")
+    env = HarborEnv(TASKS / "two-steps", f"exec python3 {agent} {{prompt}}", tool="podman", readable=[str(agent)])
     async with FakeOpenAIServer(["echo one > draft", "echo $(cat draft more) > final"]) as server:
         backend = HttpBackend(Endpoint(server.url))
         steps = await played(env, backend, "two-steps")
         await backend.close()
     assert (steps.outcome, steps.reward, steps.turns) == (Outcome.COMPLETED, 1.0, 2), steps.failure
+    # a line, too, is given all of the instruction as it is
+    assert server.requests[0].body["messages"][-1]["content"] == 'Write "one" into /app/draft.'
 
 
 @pytest.mark.slow

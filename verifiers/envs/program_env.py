@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Unpack
@@ -103,12 +104,8 @@ class ProgramEnv(GatewayEnv):
         self._check_settings()
 
     def _check_settings(self) -> None:
-        shown = [*self.command, self.stdin or ""]
-        names = {name for text in shown for name in _PLACEHOLDER.findall(text)}
-        for name in {*names, *(name for text in self.score or () for name in _PLACEHOLDER.findall(text))}:
-            near = None if name in PLACEHOLDERS else nearest_name(name, PLACEHOLDERS)
-            if near is not None:
-                raise ConfigError(f"there is no placeholder {{{name}}}; did you mean {{{near}}}?")
+        names = placeholder_names(*self.command, self.stdin or "")
+        placeholder_names(*(self.score or ()))
         if "answer" in names:
             raise ConfigError("{answer} would tell the program the row's answer; it is for score= alone.")
         if self.score is not None and self.result is None:
@@ -277,6 +274,29 @@ def checked_words(name: str, command: Sequence[str]) -> list[str]:
     return list(command)
 
 
+def placeholder_names(*texts: str) -> set[str]:
+    """Return the names of the placeholders in texts. Raises ConfigError for a misspelled one."""
+    names = {name for text in texts for name in _PLACEHOLDER.findall(text)}
+    for name in names.difference(PLACEHOLDERS):
+        if (near := nearest_name(name, PLACEHOLDERS)) is not None:
+            raise ConfigError(f"there is no placeholder {{{name}}}; did you mean {{{near}}}?")
+    return names
+
+
+def checked_line(name: str, line: str) -> str:
+    """Return a line for the shell. Raises ConfigError for a placeholder in quotes, as each becomes a quoted word."""
+    known = [found for found in _PLACEHOLDER.findall(line) if found in PLACEHOLDERS or found.startswith("info.")]
+    value = "it's"
+    tried = _PLACEHOLDER.sub(lambda match: shlex.quote(value) if match[1] in known else match[0], line)
+    try:
+        words = shlex.split(tried)
+    except ValueError:
+        words = []
+    if sum(word.count(value) for word in words) < len(known):
+        raise ConfigError(f"{name} is the line {line!r}; write its placeholders outside of quotes, which are added.")
+    return line
+
+
 def placeholder_values(row: RolloutInput, model: str, url: str) -> dict[str, str]:
     prompt: Messages = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else cleanup_messages(prompt)
@@ -291,19 +311,19 @@ def placeholder_values(row: RolloutInput, model: str, url: str) -> dict[str, str
     }
 
 
-def filled(text: str, values: Mapping[str, str], row: RolloutInput) -> str:
+def filled(text: str, values: Mapping[str, str], row: RolloutInput, quoted: Callable[[str], str] = str) -> str:
     """Return a text with its placeholders replaced, all at once: what stands in a value stays as it is."""
 
     def value(match: re.Match[str]) -> str:
         kind, dot, name = match[1].partition(".")
         if kind != "info" or not dot:
-            return values.get(match[1], match[0])
+            return quoted(values[match[1]]) if match[1] in values else match[0]
         info = row.get("info") or {}
         if name not in info:
             raise ConfigError(
                 f"the info of row {row.get('example_id')} has no {name!r} for {match[0]}: {sorted(info)}."
             )
-        return _text(info[name])
+        return quoted(_text(info[name]))
 
     return _PLACEHOLDER.sub(value, text)
 

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,14 @@ from verifiers.envs.agent_env import GatewayEnv
 from verifiers.envs.external_env import ReportedRubric
 from verifiers.envs.lifecycle import stop
 from verifiers.envs.multiturn_env import begin_turns
-from verifiers.envs.program_env import checked_words, filled, gateway_variables, placeholder_values
+from verifiers.envs.program_env import (
+    checked_line,
+    checked_words,
+    filled,
+    gateway_variables,
+    placeholder_names,
+    placeholder_values,
+)
 from verifiers.envs.tool_env import ToolEnv, result_text
 from verifiers.errors import ConfigError, GradingError, SandboxError
 from verifiers.gateway.gateway import Gateway, gateway_of_loop
@@ -77,7 +85,8 @@ class HarborEnv(ToolEnv):
         path: a task folder, or a directory of them.
         agent: "shell": the policy calls the tool `shell`; "oracle": the task's solution/solve.sh runs and no policy
             is asked; or a command, as a line for the shell or as words, that runs in the container with the variables
-            and the placeholders of `ProgramEnv` and reaches the gateway alone. The image needs `python3` for that.
+            and the placeholders of `ProgramEnv`, in a line each as one quoted word, and reaches the gateway alone.
+            The image needs `python3` for that.
         tasks: names of the task folders to take, or patterns; None for all.
         eval_tasks: names or patterns of those that are evaluated and never trained; empty: all are both.
         network: "none": containers have no network, whatever the tasks say; "task": `network_mode` decides, where
@@ -126,9 +135,8 @@ class HarborEnv(ToolEnv):
         self._turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
         self._program: _TaskProgram | None = None
         if agent not in ("shell", ORACLE):
-            words = ["sh", "-c", agent] if isinstance(agent, str) else checked_words("agent", agent)
             self._program = _TaskProgram(
-                words, max_turns=max_turns, train=train, helpers=helpers, dataset=[{"question": ""}]
+                agent, max_turns=max_turns, train=train, helpers=helpers, dataset=[{"question": ""}]
             )
         if agent == "shell":
             kwargs.setdefault("system_prompt", SYSTEM_PROMPT)
@@ -259,9 +267,13 @@ class HarborEnv(ToolEnv):
 class _TaskProgram(GatewayEnv):
     """A command in a task's container that calls the policy by the gateway."""
 
-    def __init__(self, command: Sequence[str], **kwargs: Any) -> None:
+    def __init__(self, command: str | Sequence[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.command = list(command)
+        self._quoted: Callable[[str], str] = str
+        if isinstance(command, str):
+            command, self._quoted = ["sh", "-c", checked_line("agent", command)], shlex.quote
+        self.command = checked_words("agent", command)
+        placeholder_names(*self.command)
 
     async def _run_agent(self, row: RolloutInput, session: Session, gateway: Gateway) -> dict[str, Any]:
         trial = _trial_of_rollout.get()
@@ -273,7 +285,7 @@ class _TaskProgram(GatewayEnv):
             while True:
                 asked: Any = {**row, "prompt": trial.step.instruction}
                 values = placeholder_values(asked, session.model, url)
-                words = [filled(word, values, row) for word in self.command]
+                words = [filled(word, values, row, self._quoted) for word in self.command]
                 ran = await trial.container.run(words, timeout_s=trial.remaining_s, env=variables)
                 state.update(stdout=ran.stdout, stderr=ran.stderr, exit_code=ran.exit_code, timed_out=ran.timed_out)
                 if not await trial.advance():
