@@ -124,6 +124,10 @@ def test_keys_that_are_not_known_are_named_once(tmp_path: Path, caplog: pytest.L
         ({"agent": ["mine", "{promt}"]}, r"no placeholder \{promt\}; did you mean \{prompt\}"),
         ({"agent": "mine 'Solve: {prompt}'"}, "outside of quotes"),
         ({"agent": 'mine "{task}" {prompt}'}, "outside of quotes"),
+        # by its characters "*" would be every task
+        ({"tasks": "files*"}, r"tasks is the text 'files\*'; give a list"),
+        ({"eval_tasks": "files"}, "eval_tasks is the text"),
+        ({"readable": "/agents"}, "readable is the text"),
     ],
     ids=str,
 )

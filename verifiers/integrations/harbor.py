@@ -100,7 +100,7 @@ class HarborEnv(ToolEnv):
         **kwargs: as `ToolEnv`.
 
     Raises:
-        ConfigError: a task that cannot be read, or that needs what cannot be had here.
+        ConfigError: a task that cannot be read, or that needs what cannot be had here; a text in place of a list.
     """
 
     def __init__(
@@ -122,6 +122,9 @@ class HarborEnv(ToolEnv):
     ) -> None:
         if network not in ("none", "task"):
             raise ConfigError(f"network is {network!r}; give 'none' or 'task'.")
+        for name, given in (("tasks", tasks), ("eval_tasks", eval_tasks), ("readable", readable)):
+            if isinstance(given, str):
+                raise ConfigError(f"{name} is the text {given!r}; give a list: [{given!r}].")
         found = read_tasks(path, tasks)
         self.harbor_tasks = {task.name: task for task in found}
         self.agent = agent
