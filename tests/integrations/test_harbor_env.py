@@ -230,6 +230,21 @@ async def test_a_policy_works_by_the_tool_shell_and_never_sees_the_tests() -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("podman")
+async def test_an_agent_is_the_images_user_or_one_that_is_there(tmp_path: Path) -> None:
+    folder = copy_of("two-users", tmp_path, "[verifier]\nuser = 'root'\nenv = { EXPECTED = 'worker' }\n")
+    with (folder / "environment/Dockerfile").open("a") as dockerfile:
+        dockerfile.write("USER worker\n")
+    writes = [shell("echo $(id -un) hello > who"), "ok"]
+    rollout = await played(HarborEnv(folder, tool="podman"), ClientBackend(FakeClient(writes)), "two-users")
+    assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 1.0), rollout.failure
+    (folder / "task.toml").write_text("[agent]\nuser = 'wroker'\n")
+    rollout = await played(HarborEnv(folder, tool="podman"), ClientBackend(FakeClient(writes)), "two-users")
+    assert (rollout.outcome, rollout.turns) == (Outcome.ENVIRONMENT_ERROR, 0)
+    assert "user 'wroker'" in str(rollout.failure)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("podman")
 async def test_steps_are_asked_one_after_the_other_and_end_below_min_reward() -> None:
     env = HarborEnv(TASKS / "two-steps", tool="podman")
     answers = [shell("echo one > draft"), "Done.", shell("ls /tests; cat draft more > final"), "Done."]

@@ -364,7 +364,10 @@ class _Trial:
         await self._prepare()
 
     async def _prepare(self) -> None:
-        self.container.user = self.step.agent_user
+        self.container.user = user = self.step.agent_user or self.container.image_user
+        # one that is not there would fail all that the agent does, and the tests would mark that down
+        if user != _ROOT and (ran := await self.container.run(":")).exit_code != 0:
+            raise SandboxError(f"{self.task.name!r} has no user {user!r} for its agent{_last_lines(ran.stderr)}")
         if (self.step.folder / "workdir").is_dir():
             here = (await self.container.run("pwd")).stdout.strip()
             await self.container.copy_in(self.step.folder / "workdir", here)
@@ -410,7 +413,7 @@ class _Trial:
             await container.copy_in(folder, "/tests")
         if not os.access(step.test, os.X_OK):
             await self._as_root("chmod +x /tests/test.sh")
-        container.user = step.verifier_user
+        container.user = step.verifier_user or container.image_user
         ran = await container.run(_TEST, timeout_s=step.verifier_timeout_s, env=resolved(step.verifier_env))
         container.user = _ROOT
         self._outputs.append((await container.run(_OUTPUT)).stdout if ran.timed_out else ran.stderr)

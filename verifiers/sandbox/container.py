@@ -349,12 +349,13 @@ class ImageContainer(ContainerSandbox):
         prepare: a line for the shell that root runs at its start.
 
     Attributes:
-        user: whom commands run as; None for the image's own.
+        user: whom commands run as; at first the image's own.
+        image_user: the image's own.
         workdir: where they run; None for the image's own.
     """
 
-    user: str | None = None
     workdir: str | None = None
+    image_user: str
     _killer = "0"
     _kill_all = ': >"$1.gone"; kill -9 -"$(cat "$1")"'
     _gate = _START
@@ -375,6 +376,14 @@ class ImageContainer(ContainerSandbox):
             *(f"--env={name}={value}" for name, value in spec.env.items()),
             *(spec.image, "-c", f"{self._prepare}\n{_MAIN}"),
         ]
+
+    async def wait_until_ready(self) -> None:
+        await super().wait_until_ready()
+        # the container's own is root, whom its start needs
+        code, said = await call_tool(self._tool, "image", "inspect", "--format={{.Config.User}}", self.spec.image)
+        if code != 0:
+            raise SandboxError(f"the user of the image {self.spec.image!r} is not known: {said.strip()}")
+        self.user = self.image_user = said.partition("\n")[0].strip() or "0"
 
     async def copy_in(self, source: Path, target: str) -> None:
         """Copy what a directory holds into one that is there. Raises SandboxError."""
