@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -241,6 +242,30 @@ async def test_an_agent_is_the_images_user_or_one_that_is_there(tmp_path: Path) 
     rollout = await played(HarborEnv(folder, tool="podman"), ClientBackend(FakeClient(writes)), "two-users")
     assert (rollout.outcome, rollout.turns) == (Outcome.ENVIRONMENT_ERROR, 0)
     assert "user 'wroker'" in str(rollout.failure)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("podman")
+async def test_a_tasks_variables_are_not_the_tools_and_no_argument_shows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARBOR_KEY", "worker-4711")
+    toml = '[environment]\nenv = { EXPECTED = "${HARBOR_KEY}" }\n[verifier]\nenv = { CONTAINERS_CONF = "/nowhere" }\n'
+    folder = copy_of("two-users", tmp_path, toml)
+    test = '[ "$(cat who)" = $EXPECTED$CONTAINERS_CONF ] && echo 1 > /logs/verifier/reward.txt'
+    (folder / "tests/test.sh").write_text(test)
+    arguments = []
+
+    def answer(body: dict[str, Any]) -> Any:
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                arguments.append(file.read_bytes())
+        return "ok" if len(body["messages"]) > 3 else shell("echo $EXPECTED/nowhere > who")
+
+    rollout = await played(HarborEnv(folder, tool="podman"), ClientBackend(FakeClient(answer)), "two-users")
+    assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 1.0), rollout.failure
+    assert b"podman" in b"".join(arguments)
+    assert b"worker-4711" not in b"".join(arguments)
 
 
 @pytest.mark.slow

@@ -58,6 +58,8 @@ _GATE = '[ ! -e "$1.gone" ] || exit 137; shift; exec "$@"'
 _START = 'echo $$ >"$1"; ' + _GATE
 _KILL_ALL = ': >"$1.gone"; kill -9 -1'
 _KILL_ONE = ': >"$1.gone"; kill -9 "$(cat "$1")"'
+# before a variable's name while the tool carries it, for which PATH or HOME has a meaning of its own
+_CARRIED = "VERIFIERS_CARRIED_"
 # what a shell answers that was started and found nobody to kill
 _NOBODY = 1
 
@@ -257,7 +259,12 @@ class ContainerSandbox(Sandbox):
     ) -> tuple[int | None, Drain, Drain]:
         """Run a command to its end; return its exit code (None: its time ran out), stdout and stderr."""
         note = f"/tmp/.{uuid.uuid4().hex}"
-        client = self._exec(["sh", "-c", self._gate, "sh", note, *command], stdin=stdin is not None, env=env)
+        # "command": a name that the shell keeps to itself, such as UID, does not end it
+        carried = {name: f"{_CARRIED}{name}" for name in env or () if name.isidentifier()}
+        named = "".join(f'command export {name}="${other}"; unset {other}; ' for name, other in carried.items())
+        script = ["sh", "-c", named + self._gate, "sh", note]
+        env = {carried.get(name, name): value for name, value in (env or {}).items()}
+        client = self._exec([*script, *command], stdin=stdin is not None, env=env)
         flooded = asyncio.Event()
         with drained(client.pipes, stdin, keep_bytes, self.spec.output_bytes, flooded.set) as (out, err):
             try:
@@ -373,7 +380,6 @@ class ImageContainer(ContainerSandbox):
             *("--user=0", "--entrypoint=sh"),
             *([] if self._network else ["--network=none", *_NO_PROXY[self._tool]]),
             *([] if self._cpus is None else [f"--cpus={self._cpus:g}"]),
-            *(f"--env={name}={value}" for name, value in spec.env.items()),
             *(spec.image, "-c", f"{self._prepare}\n{_MAIN}"),
         ]
 
@@ -384,6 +390,12 @@ class ImageContainer(ContainerSandbox):
         if code != 0:
             raise SandboxError(f"the user of the image {self.spec.image!r} is not known: {said.strip()}")
         self.user = self.image_user = said.partition("\n")[0].strip() or "0"
+
+    async def _run(
+        self, command: str | list[str], *, stdin: bytes | None, timeout_s: float, env: dict[str, str]
+    ) -> tuple[int | None, Drain, Drain]:
+        # the spec's may be keys, and every user of the machine can read the arguments of the container's start
+        return await super()._run(command, stdin=stdin, timeout_s=timeout_s, env={**self.spec.env, **env})
 
     async def copy_in(self, source: Path, target: str) -> None:
         """Copy what a directory holds into one that is there. Raises SandboxError."""
