@@ -364,7 +364,11 @@ async def test_bubblewrap_works_where_proc_cannot_be_mounted(contained: str, mon
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"memory_bytes": 0}, {"wall_time_s": -1}, {"processes": 0}, {"cpu_time_s": 0}, {"readable": "/usr"}],
+    [
+        *({"memory_bytes": 0}, {"wall_time_s": -1}, {"processes": 0}, {"cpu_time_s": 0}, {"readable": "/usr"}),
+        # bwrap would fail, and "auto" take a level that stops less; and all output would be lost
+        *({"disk_bytes": 1e8}, {"output_bytes": 1e6}, {"wall_time_s": float("nan")}, {"env": {"SEED": 1}}),
+    ],
     ids=str,
 )
 def test_limits_that_cannot_work_are_refused(wrong: dict[str, object]) -> None:

@@ -16,7 +16,7 @@ IsolationLevel = Literal["auto", "process", "bubblewrap", "docker", "podman"]
 READ_BYTES = 64 << 20
 RELAY_START_S = 30.0
 _LEVELS: tuple[str, ...] = get_args(IsolationLevel)
-_POSITIVE = ("wall_time_s", "memory_bytes", "file_bytes", "disk_bytes", "processes", "open_files", "output_bytes")
+_WHOLE = ("memory_bytes", "file_bytes", "disk_bytes", "processes", "open_files", "output_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,17 @@ class SandboxSpec:
     def __post_init__(self) -> None:
         if self.isolation not in _LEVELS:
             raise ConfigError(f"There is no isolation level {self.isolation!r}; take one of {', '.join(_LEVELS)}.")
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"A sandbox's {name} must be above 0, but is {getattr(self, name)!r}.")
-        if self.cpu_time_s is not None and self.cpu_time_s <= 0:
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0:
+                raise ConfigError(f"A sandbox's {name} must be a whole number above 0, but is {value!r}.")
+        if not self.wall_time_s > 0:
+            raise ConfigError(f"A sandbox's wall_time_s must be above 0, but is {self.wall_time_s!r}.")
+        if self.cpu_time_s is not None and not self.cpu_time_s > 0:
             raise ConfigError(f"A sandbox's cpu_time_s must be above 0 or None, but is {self.cpu_time_s!r}.")
+        for name, text in self.env.items():
+            if not isinstance(text, str):
+                raise ConfigError(f"A sandbox's env must have texts, but {name} is {text!r}.")
         paths: object = self.readable
         if isinstance(paths, str):
             raise ConfigError(f"A sandbox's readable must be a tuple of paths, but is the string {self.readable!r}.")
