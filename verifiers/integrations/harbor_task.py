@@ -25,6 +25,7 @@ TASK_FILE = "task.toml"
 ORACLE = "oracle"
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_SIZE = re.compile(r"(\d+\.?\d*)([KMG])")
 _UNITS_MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _STEP_NAME = re.compile(r"\w[\w.-]*")
 _COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -88,15 +89,17 @@ class ContainerSection(_TaskSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_older_schemas(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def _of_older_schemas(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
         data = dict(data)
         for name in ("memory", "storage"):
-            size = data.pop(name, None)
-            if isinstance(size, str):
-                number, unit = size.strip()[:-1], size.strip()[-1:].upper()
-                if unit not in _UNITS_MB:
-                    raise ValueError(f"{name} = {size!r} is no size such as '512M' or '2G'")
-                data.setdefault(f"{name}_mb", float(number) * _UNITS_MB[unit])
+            if (size := data.pop(name, None)) is None:
+                continue
+            found = _SIZE.fullmatch(str(size).strip().upper())
+            if found is None:
+                raise ValueError(f"{name} = {size!r} is no size such as '512M' or '2G'")
+            data.setdefault(f"{name}_mb", float(found[1]) * _UNITS_MB[found[2]])
         if data.pop("allow_internet", None) is False:
             data.setdefault("network_mode", "no-network")
         return data
@@ -222,7 +225,7 @@ def trained_and_evaluated(names: Sequence[str], eval_tasks: Sequence[str]) -> tu
 def _read_task(folder: Path, unknown: dict[str, str]) -> HarborTask:
     try:
         table = TaskFile.model_validate(tomllib.loads((folder / TASK_FILE).read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ConfigError(f"{folder / TASK_FILE} cannot be read: {_first_problem(error)}.") from error
     for key in _unknown_keys(table):
         unknown.setdefault(key, folder.name)
