@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,13 @@ def test_tasks_that_are_held_out_are_evaluated_and_never_trained() -> None:
 
 def test_an_edited_task_is_another_row(tmp_path: Path) -> None:
     folder = copy_of("files", tmp_path)
-    before = read_tasks(folder)[0].digest
+    before = read_tasks(folder)[0]
     (folder / "tests/test.sh").chmod(0o644)
-    assert read_tasks(folder)[0].digest != before
+    tests = read_tasks(folder)[0]
+    assert (tests.digest == before.digest, tests.image_digest == before.image_digest) == (False, True)
+    # a name from an archive of another system
+    (folder / "environment" / os.fsdecode(b"caf\xe9")).touch()
+    assert read_tasks(folder)[0].image_digest != before.image_digest
 
 
 @pytest.mark.parametrize(

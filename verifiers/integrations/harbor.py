@@ -35,7 +35,6 @@ from verifiers.integrations.harbor_task import (
     HarborTask,
     Healthcheck,
     TaskStep,
-    content_digest,
     read_rewards,
     read_tasks,
     resolved,
@@ -226,7 +225,7 @@ class HarborEnv(ToolEnv):
         if task.environment.docker_image is not None:
             return task.environment.docker_image
         loop = asyncio.get_running_loop()
-        tag = f"localhost/verifiers-harbor:{content_digest(task.path / 'environment')[:32]}"
+        tag = f"localhost/verifiers-harbor:{task.image_digest[:32]}"
         building = self._images.get((loop, tag))
         if building is None:
             turns = self._turns.setdefault(loop, asyncio.Semaphore(os.cpu_count() or 1))

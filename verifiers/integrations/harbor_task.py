@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import io
 import json
 import logging
 import os
@@ -166,6 +167,7 @@ class HarborTask:
 
     Attributes:
         digest: of the folder's files, so that a task that was edited is another one.
+        image_digest: of the files that the image is built from.
         artifacts: paths in the container that are kept after a rollout.
     """
 
@@ -173,6 +175,7 @@ class HarborTask:
     path: Path
     table: TaskFile
     digest: str
+    image_digest: str
     steps: tuple[TaskStep, ...]
     artifacts: tuple[str, ...]
 
@@ -236,6 +239,7 @@ def _read_task(folder: Path, unknown: dict[str, str]) -> HarborTask:
         path=folder,
         table=table,
         digest=content_digest(folder),
+        image_digest=content_digest(folder / "environment"),
         steps=tuple(_steps(table, folder)),
         artifacts=(
             "/logs/artifacts",
@@ -340,10 +344,14 @@ def content_digest(folder: Path) -> str:
     """Return a hash of a folder's names, modes and contents."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
-        if file.is_symlink() or file.is_file():
-            content = os.readlink(file).encode() if file.is_symlink() else file.read_bytes()
-            executable = not file.is_symlink() and os.access(file, os.X_OK)
-            digest.update(f"{file.relative_to(folder)}\0{executable}\0{len(content)}\0".encode() + content)
+        link = os.fsencode(os.readlink(file)) if file.is_symlink() else None
+        if link is None and not file.is_file():
+            continue
+        size = file.stat().st_size if link is None else len(link)
+        executable = link is None and os.access(file, os.X_OK)
+        digest.update(os.fsencode(f"{file.relative_to(folder)}\0{executable}\0{size}\0"))
+        with file.open("rb") if link is None else io.BytesIO(link) as content:
+            hashlib.file_digest(content, lambda: digest)
     return digest.hexdigest()
 
 
