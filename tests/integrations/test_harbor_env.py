@@ -329,6 +329,11 @@ async def test_a_mounted_agent_inside_reaches_the_gateway_alone_and_is_trained(a
         steps = await played(env, backend, "two-steps")
         await backend.close()
     assert (steps.outcome, steps.reward, steps.turns) == (Outcome.COMPLETED, 1.0, 2), steps.failure
+    # one that does not start says why
+    env = HarborEnv(TASKS / "reward-json", "pyhton3 {prompt}", tool="podman")
+    lost = await played(env, ClientBackend(FakeClient("unasked")), "reward-json")
+    assert (lost.outcome, lost.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+    assert "pyhton3: not found" in str(lost.failure)
     # a line, too, is given all of the instruction as it is
     assert server.requests[0].body["messages"][-1]["content"] == 'Write "one" into /app/draft.'
 

@@ -31,6 +31,8 @@ WIND_UP_S = 5.0
 CANCELLED_S = 3.0
 """Seconds that an agent has for its end after it was cancelled."""
 
+STDERR_CHARS = 500
+
 
 class AgentOptions(EnvironmentOptions, total=False):
     """The keywords of `AgentEnv` and `ProgramEnv`."""
@@ -125,6 +127,7 @@ class GatewayEnv(Environment, abc.ABC):
         calls = session.calls
         if not calls and not session.client.is_cut_off:
             why = session.why_unanswered("does it use the base URL and key given?")
+            why += last_errors(str(result.get("stderr", ""))) if isinstance(result, Mapping) else ""
             # from the failure of its calls, where they failed
             raise AgentError(f"the agent ended without an answer of the policy; {why}") from session.client.last_error
         for call in calls:
@@ -188,6 +191,12 @@ class AgentEnv(GatewayEnv):
             return await self.run(row, **given)
         result = await threads_for("agent", 256).run(lambda: self.run(row, **given))
         return await result if isinstance(result, Awaitable) else result
+
+
+def last_errors(stderr: str) -> str:
+    """Return the end of a program's stderr, for the end of a message."""
+    text = stderr.strip()
+    return f"; its stderr ends with {text[-STDERR_CHARS:]!r}" if text else ""
 
 
 async def _end_over_budget(session: Session, deadline: asyncio.Timeout, wind_up_s: float) -> None:

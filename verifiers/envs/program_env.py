@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Unpack
 
-from verifiers.envs.agent_env import AgentOptions, GatewayEnv
+from verifiers.envs.agent_env import AgentOptions, GatewayEnv, last_errors
 from verifiers.errors import AgentError, ConfigError, SandboxError
 from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.listener import past_proxies
@@ -29,7 +29,6 @@ Files = Mapping[str, str | bytes | Path]
 FAILED = "failed_program"
 NO_LIMIT_S = 7 * 24 * 3600.0
 RESULT_BYTES = 1 << 20
-STDERR_CHARS = 500
 # folders first, each made one where it is something else; then what is in the place of files is removed
 _REPLACE = """
 while [ "$1" != -- ]; do [ -d "$1" ] && [ ! -L "$1" ] || { rm -rf -- "$1" && mkdir -- "$1"; } || exit; shift; done
@@ -235,8 +234,7 @@ class _Program:
     @property
     def last_errors(self) -> str:
         """The end of its stderr, for the end of a message."""
-        text = self._ran.stderr.strip() if self._ran is not None else ""
-        return f"; its stderr ends with {text[-STDERR_CHARS:]!r}" if text else ""
+        return last_errors(self._ran.stderr if self._ran is not None else "")
 
     def state(self, *, is_chat: bool) -> dict[str, Any]:
         """Return items of the state; a program that was cut off has printed nothing."""
