@@ -279,12 +279,20 @@ def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
 
 def _context(config: Any, wanted: int | None) -> int:
     limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    reason = ""
+    if short := [one["original_max_position_embeddings"] for one in kinds if one.get("rope_type") == "longrope"]:
+        limit = min(*short, limit)
+        reason = ": one longer sequence would change the positions (longrope) of all that are computed with it"
     if wanted is None:
         if limit is None:
             raise StartError("the model's config names no context length; give --max-model-len")
         return int(limit)
     if limit is not None and wanted > limit:
-        raise StartError(f"--max-model-len {wanted} is more than the model's {limit} positions; give at most {limit}")
+        raise StartError(
+            f"--max-model-len {wanted} is more than the model's {limit} positions{reason}; give at most {limit}"
+        )
     return wanted
 
 

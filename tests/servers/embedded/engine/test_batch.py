@@ -175,6 +175,28 @@ def test_a_model_that_cannot_be_served_is_refused_by_name_before_its_weights_are
         load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
 
 
+def test_no_sequence_is_so_long_that_longrope_changes_the_positions_of_others(model_dir: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(place) for place in range(1, 9)]}
+    config = transformers.Phi3Config(
+        **TINY,
+        pad_token_id=0,
+        eos_token_id=1,
+        original_max_position_embeddings=16,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 100.0, **factors},
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    context = prepared(model, tokenizer, max_model_len=None).max_model_len
+    texts = [(5, 6, 7), tuple(range(context))]
+    batch = ActiveBatch(model, slots=2, max_model_len=context)
+    with torch.inference_mode():
+        batch.add([sequence(list(text)) for text in texts])
+        check(batch, model)
+    with pytest.raises(StartError, match=r"17.*longrope.*at most 16"):
+        prepared(model, tokenizer, max_model_len=17)
+
+
 def test_a_model_whose_cached_logits_differ_is_not_served(model_dir: Path, reference: Any) -> None:
     model = reference.model(model_dir)
     ids = model.forward
