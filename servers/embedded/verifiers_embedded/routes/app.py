@@ -281,8 +281,8 @@ class Routes:
             item.follow(promise)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            await response.prepare(request)
             try:
+                await response.prepare(request)
                 async for event in events(watched, progress, writer, delivery):
                     await response.write(event)
                 self._metrics.count_tokens(jobs, [item.result() for item in watched])

@@ -12,6 +12,7 @@ from tool_templates import PRINTS_TEXT, TOOL
 from verifiers_embedded.engine import batch as batch_module
 from verifiers_embedded.engine.sampling import Draw
 from verifiers_embedded.engine.stopping import GrowingText, SendableText
+from yarl import URL
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:
@@ -174,6 +175,22 @@ async def test_clients_that_hang_up_in_mid_stream_free_their_slots_with_the_next
     # far from the 240 with which they would have ended by themselves
     assert {len(row.log_probs) for row in sequences} <= {1, 2}
     assert (await server.chat(max_tokens=2))["usage"]["completion_tokens"] > 0
+
+
+async def test_a_client_that_hangs_up_before_its_stream_begins_is_no_failure(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await start()
+    address = URL(server.base)
+    body = json.dumps(chat_body(stream=True))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.authority}\r\nContent-Length: {len(body)}\r\n"
+    _, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(f"{head}\r\n{body}".encode())
+    writer.close()
+    await writer.wait_closed()
+    assert (await server.chat(max_tokens=2))["usage"]["completion_tokens"] > 0
+    await server.until(lambda: server.engine.counts == {"running": 0, "waiting": 0})
+    assert not caplog.records
 
 
 async def test_a_failure_in_mid_stream_is_an_event(start: Any) -> None:
