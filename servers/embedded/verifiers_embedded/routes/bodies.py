@@ -142,6 +142,8 @@ def parse(model: type[Model], body: Any) -> Model:
         return model.model_validate(body)
     except ValidationError as error:
         raise _refusal(model, error) from None
+    except RecursionError:
+        raise ApiError("the request body holds lists within lists, too deep to be read; give plain values") from None
 
 
 def _refusal(model: type[BaseModel], error: ValidationError) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -42,6 +43,9 @@ async def test_a_body_that_is_not_json_is_refused(start: Any) -> None:
             assert "JSON" in (await response.json())["error"]["message"]
     async with server.session.post(server.base + "/v1/chat/completions", data=b'{"temperature": NaN}') as response:
         assert response.status == 400
+    # as JSON it can be read
+    status, error = await server.refused(stop=functools.reduce(lambda inner, _: [inner], range(700), []))
+    assert (status, "deep" in error["message"]) == (400, True)
 
 
 async def test_an_unknown_model_is_not_found(start: Any) -> None:
