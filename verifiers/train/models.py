@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -167,7 +168,14 @@ def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     from transformers import AutoTokenizer
 
     with raises_load_error(name_or_path):
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+    # without its files transformers makes an empty one of some model types, such as Qwen's
+    if not tokenizer.encode(string.printable, add_special_tokens=False):
+        raise ConfigError(
+            f"the tokenizer of the model {name_or_path!r} reads no text; save one there with "
+            "tokenizer.save_pretrained."
+        )
+    return tokenizer
 
 
 def copy_server_files(name_or_path: str, directory: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from verifiers.train.image_processor import ImageError, ImageProcessor, Images, towers
+from verifiers.train.models import get_tokenizer
 from verifiers_embedded.engine.batch import ActiveBatch, layer_kinds
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
@@ -126,8 +127,7 @@ def load_model(
         base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
         config = transformers.AutoConfig.from_pretrained(base)
         kind = model_class(config, with_images=with_images)
-        is_whole = (directory / "tokenizer_config.json").is_file()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory if is_whole else base)
+        tokenizer = get_tokenizer(str(directory))
         number = _dtype(dtype, place, config)
         loaded: Any = kind.from_pretrained(base, dtype=number, output_loading_info=True)
         model, found = loaded

@@ -197,6 +197,13 @@ def test_no_sequence_is_so_long_that_longrope_changes_the_positions_of_others(mo
         prepared(model, tokenizer, max_model_len=17)
 
 
+def test_a_model_without_its_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model_dir / name, tmp_path)
+    with pytest.raises(StartError, match=r"tokenizer .* reads no text; save one"):
+        load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
+
+
 def test_a_model_whose_cached_logits_differ_is_not_served(model_dir: Path, reference: Any) -> None:
     model = reference.model(model_dir)
     ids = model.forward
