@@ -29,6 +29,7 @@ from verifiers_embedded.text.prompts import ChatText
 import verifiers as vf
 from verifiers.images import image_bytes
 from verifiers.train.image_processor import ImageError
+from verifiers.train.models import get_adapter
 from verifiers.train.weight_sync.protocol import checkpoint_tensors, policy_tensors
 
 TOLERANCE = 1e-4
@@ -128,7 +129,7 @@ def check_pushes(family: Family, directory: Path) -> None:
 
 
 def check_lora(family: Family, directory: Path) -> None:
-    """Push a policy with an adapter on all linear layers, merged, and leave the policy as it was."""
+    """Push a policy with an adapter on all linear layers, merged; serve it and train it further once it is saved."""
     loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=256)
     prompts = prompts_of(loaded.vocab_size)
     base = trained_class(directory).from_pretrained(directory, dtype=torch.float32)
@@ -138,6 +139,11 @@ def check_lora(family: Family, directory: Path) -> None:
     with engine_of(loaded) as engine:
         push(engine, loaded, model, directory / "push-lora")
         require_agreement(model, prompts, generate(engine, prompts))
+    model.save_pretrained(directory / "adapter")
+    with engine_of(load_model(directory / "adapter", device="cpu", dtype="float32", max_model_len=256)) as engine:
+        served = generate(engine, prompts)
+    for one in (model, get_adapter(str(directory / "adapter"), dtype=torch.float32).eval()):
+        require_agreement(one, prompts, served)
 
 
 def nudged(model: Any, seed: int, only: str = "") -> Any:

@@ -11,7 +11,8 @@ import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,67 @@ def get_adapter(name_or_path: str, **kwargs: Any) -> Any:
     """Load the adapter of a directory, trainable, on the model below it; None where the directory holds none."""
     if (base := adapter_base(name_or_path)) is None:
         return None
+    import transformers
+
+    check_model_path(base)
+    source = os.path.expanduser(base)
+
+    def load(kind: Any) -> Any:
+        with raises_load_error(base):
+            return kind.from_pretrained(source, **{"dtype": "auto", **kwargs})
+
+    with raises_load_error(base):
+        given = {name: kwargs[name] for name in _OF_CONFIG & kwargs.keys()}
+        config = transformers.AutoConfig.from_pretrained(source, **given)
+    kind: Any = transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and is_multimodal(config):
+        kind = transformers.AutoModelForImageTextToText
+    return put_adapter(name_or_path, config, load, kind, is_trainable=True)
+
+
+_OF_CONFIG = {"revision", "trust_remote_code"}
+
+
+def is_multimodal(config: Any) -> bool:
+    """Return whether transformers has a class with a tower for images for models of a config."""
+    import transformers
+
+    return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def put_adapter(name_or_path: str, config: Any, load: Callable[[Any], Any], kind: Any, **options: Any) -> Any:
+    """Return a PeftModel: the adapter of a directory on the model below it.
+
+    Adapters of a multimodal model are trained on the whole of it, or on its text side, which is another class.
+
+    Args:
+        config: of the model below.
+        load: loads that model by an auto class.
+        kind: the auto class to try first.
+        options: of `PeftModel.from_pretrained`.
+
+    Raises:
+        ConfigError: the adapter lacks tensors for layers that it is of.
+    """
+    import transformers
     from peft import PeftModel
 
-    model = get_model(base, **kwargs)
-    return PeftModel.from_pretrained(model, os.path.expanduser(name_or_path), is_trainable=True)
+    kinds = [kind]
+    if is_multimodal(config):
+        kinds.append(transformers.AutoModelForImageTextToText)
+    reason = ""
+    for one in kinds:
+        with warnings.catch_warnings():
+            # peft would leave such layers as if they were not trained
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            try:
+                return PeftModel.from_pretrained(load(one), os.path.expanduser(name_or_path), **options)
+            except UserWarning as error:
+                reason = str(error)
+    raise ConfigError(
+        f"the adapter {name_or_path!r} is not of the {config.model_type!r} that is loaded ({reason:.200}); give the "
+        "model that it was trained on as base_model_name_or_path in its adapter_config.json."
+    )
 
 
 def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verifiers.train.image_processor import ImageError, ImageProcessor, Images, towers
-from verifiers.train.models import get_tokenizer
+from verifiers.train.models import get_tokenizer, put_adapter
 from verifiers_embedded.engine.batch import ActiveBatch, layer_kinds
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
@@ -129,12 +129,17 @@ def load_model(
         kind = model_class(config, with_images=with_images)
         tokenizer = get_tokenizer(str(directory))
         number = _dtype(dtype, place, config)
-        loaded: Any = kind.from_pretrained(base, dtype=number, output_loading_info=True)
-        model, found = loaded
-        if adapter.is_file():
-            from peft import PeftModel
+        found: dict[str, Any] = {}
 
-            model = PeftModel.from_pretrained(model, directory).merge_and_unload()
+        def load(kind: Any) -> Any:
+            loaded, report = kind.from_pretrained(base, dtype=number, output_loading_info=True)
+            found.update(report)
+            return loaded
+
+        if adapter.is_file():
+            model = put_adapter(str(directory), config, load, kind).merge_and_unload()
+        else:
+            model = load(kind)
     except StartError:
         raise
     except Exception as error:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from safetensors.torch import save as safetensors_of
 from step_gate import StepGate
 from verifiers_embedded.engine.loading import load_model
+from verifiers_embedded.errors import StartError
 
 
 def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -251,3 +253,8 @@ def test_an_adapter_is_served_merged_into_the_base_that_it_names(model_dir: Path
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         torch.testing.assert_close(served(ids).logits, wanted(ids).logits, rtol=1e-3, atol=1e-3)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    renamed = {name.replace(".layers.", ".decoder.layers."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(StartError, match=r"the adapter .* is not of the 'qwen3'"):
+        load_model(tmp_path, device="cpu", dtype="float32", max_model_len=None)
