@@ -15,7 +15,7 @@ from typing import Any
 
 from verifiers_embedded.engine.generation import Generation
 from verifiers_embedded.engine.generation import Sequence as Growing
-from verifiers_embedded.engine.stopping import SendableText, cut_at_stop
+from verifiers_embedded.engine.stopping import SendableText, cut_at_stop, first_stop
 from verifiers_embedded.routes.answers import (
     chat_end,
     chat_logprobs,
@@ -250,8 +250,9 @@ class TextWriter(Writer):
         return event
 
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
-        said = cut_at_stop(self._text.decode(generation.token_ids), self._request.stop_strings)
-        return [self.event(index, text=self._unsent(index, said), **finish_fields(generation))]
+        whole, stop = self._text.decode(generation.token_ids), self._request.stop_strings
+        end = {**finish_fields(generation), "stop_reason": first_stop(whole, stop)}
+        return [self.event(index, text=self._unsent(index, cut_at_stop(whole, stop)), **end)]
 
     def _unsent(self, index: int, said: str) -> str:
         start, self._sent[index] = self._sent[index], max(self._sent[index], len(said))

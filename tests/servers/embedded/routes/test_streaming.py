@@ -45,7 +45,7 @@ def choice_of(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
                     [entry["logprob"] for entry in entries] if entries else choice["logprobs"]["token_logprobs"]
                 )
             whole["finish_reason"] = choice["finish_reason"] or whole.get("finish_reason")
-            whole["weight_versions"] = choice.get("weight_versions")
+            whole["weight_versions"], whole["stop_reason"] = choice.get("weight_versions"), choice.get("stop_reason")
     return whole
 
 
@@ -90,12 +90,15 @@ async def test_usage_comes_last_and_only_where_asked_for(start: Any) -> None:
 async def test_the_events_of_a_completion_add_up(start: Any) -> None:
     server = await start()
     body = {"model": "m", "prompt": ["ab", "cd"], "n": 2, "seed": 1, "logprobs": 2, "echo": False, "max_tokens": 20}
+    _, free = await server.post("/v1/completions", body)
+    body["stop"] = free["choices"][0]["text"][5:8]
     _, whole = await server.post("/v1/completions", body)
     events = await server.events("/v1/completions", body)
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     for expected in whole["choices"]:
         choice = choice_of(events, expected["index"])
         assert choice["content"] == expected["text"]
+        assert choice["stop_reason"] == expected["stop_reason"]
         assert choice["log_probs"] == pytest.approx(expected["logprobs"]["token_logprobs"], abs=1e-4)
         offsets = [o for e in events for c in e["choices"] if c["index"] == expected["index"] and c["logprobs"]
                    for o in c["logprobs"]["text_offset"]]  # fmt: skip
