@@ -68,7 +68,8 @@ def read_run(directory: str | Path) -> StoredRun:
     path = run_at(directory)
     last: dict[tuple[Any, Any], dict[str, Any]] = {}
     for row in iter_rows(path):
-        last[row.get("example_id"), row.get("generation")] = row
+        # rows of other packages have no number: each is a rollout of its own
+        last[row.get("example_id"), row.get("generation", len(last))] = row
     rows = [last[key] for key in sorted(last, key=lambda key: [(str(type(part)), part) for part in key])]
     return StoredRun(path, read_metadata(path), rows)
 
