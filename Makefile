@@ -121,8 +121,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy -p verifiers_embedded
 	$(BIN)/mypy -p verifiers_dataserver
 	MYPYPATH=servers/vllm $(BIN)/mypy -p verifiers_vllm
-	for file in environments/*/*.py; do $(BIN)/mypy $$file || exit 1; done
-	for file in examples/demo/*.py; do $(BIN)/mypy $$file || exit 1; done
+	$(BIN)/mypy environments/*/*.py examples/demo/*.py
 	$(BIN)/lint-imports
 
 # each package alone: what it requires comes from where the wheel is installed
