@@ -105,10 +105,10 @@ def built_pages(site: Path) -> list[Path]:
 @pytest.mark.slow
 async def test_no_page_cuts_a_line_of_code_or_is_wider_than_its_screen(site: Path, browser: Page) -> None:
     found = {}
-    for width in (1400, 420):
-        await browser.size(width, 1000)
-        for page in built_pages(site):
-            await browser.open(page.as_uri())
+    for page in built_pages(site):
+        await browser.open(page.as_uri())
+        for width in (1400, 420):
+            await browser.size(width, 1000)
             cut = await browser.run(CUT_LINES) if width == 1400 else []
             if cut or await browser.run(TOO_WIDE) > 0:
                 found[f"{page.parent.relative_to(site)} at {width} pixels"] = cut
