@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://repository.invalid/verifiers.git"
@@ -33,9 +34,9 @@ class CleanEnvironment:
     dist: Path
 
     @classmethod
-    def make(cls, folder: Path) -> CleanEnvironment:
-        """Make the environment and the wheels, or skip the test where packages cannot be had."""
-        environment = cls(folder / "venv", folder / "dist")
+    def make(cls, folder: Path, dist: Path) -> CleanEnvironment:
+        """Make the environment, and the wheels where no other has, or skip the test where packages cannot be had."""
+        environment = cls(folder / "venv", dist)
         subprocess.run([sys.executable, "-m", "venv", str(environment.folder)], check=True)
         probe = subprocess.run(
             [folder / "venv/bin/pip", "download", "--quiet", "--no-deps", "--dest", folder / "probe", "hatchling"],
@@ -44,7 +45,10 @@ class CleanEnvironment:
         )
         if probe.returncode != 0:
             pytest.skip(f"the package registry cannot be reached: {probe.stderr.strip().splitlines()[-1]}")
-        environment.run(f"make dist DIST={environment.dist} PYTHON={environment.folder}/bin/python")
+        with FileLock(f"{dist}.lock"):
+            if not dist.exists():
+                environment.run(f"make dist DIST={dist}.part PYTHON={environment.folder}/bin/python")
+                Path(f"{dist}.part").rename(dist)
         return environment
 
     @property

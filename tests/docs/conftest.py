@@ -1,7 +1,8 @@
-"""A browser to look at the site with."""
+"""A browser to look at the site with, and a place for the wheels of this checkout."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from chromium import Page, opened_browser
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a path for the wheels, the same on each worker of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheels"
+    made.mkdir(exist_ok=True)
+    return made / "dist"
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ SKIPPED = re.compile(r"verifiers-vllm|--no-index")
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CleanEnvironment]:
-    made = CleanEnvironment.make(tmp_path_factory.mktemp("install"))
+def clean(tmp_path_factory: pytest.TempPathFactory, dist: Path) -> Iterator[CleanEnvironment]:
+    made = CleanEnvironment.make(tmp_path_factory.mktemp("install"), dist)
     # the wheels were built in isolation; here the tools that build are fetched once, not for each of the commands
     made.run("pip install --quiet uv hatchling editables setuptools wheel")
     with pytest.MonkeyPatch.context() as environ:

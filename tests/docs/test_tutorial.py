@@ -99,8 +99,8 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    clean = CleanEnvironment.make(tmp_path / "installed")
+def reader(tmp_path: Path, dist: Path) -> Iterator[Reader]:
+    clean = CleanEnvironment.make(tmp_path / "installed", dist)
     (command,) = [
         command
         for command in COMMAND.findall((PAGE.parent / "install.md").read_text())
