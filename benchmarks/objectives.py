@@ -8,7 +8,7 @@ weights on the same prompts: once by the rollout's sum of rewards, and once by t
 own reward). `turn_credit_gain` is the share of right turns over the last ten steps by turn, less that by rollout.
 
 Distillation: the model that `make demo-tiny` begins with is trained until it spells 0.85 of held-out words backward,
-once by GRPO alone and once with its trained model as a teacher (`teacher_url`, reverse KL beside the reward).
+once by GRPO alone and once with its trained model as a teacher (`teacher_url`, `teacher_top_k=8`, beside the reward).
 `distillation_steps_ratio` is the steps with the teacher over those without, a mean over seeds.
 
 Each ends with one line of JSON: the figure, its 95 % interval by Student's t, and both sides of each seed. Server and
@@ -132,6 +132,7 @@ def spell_backward(side: str, seed: int) -> float:
         args = vf.GRPOConfig(
             stack.enter_context(tempfile.TemporaryDirectory()),
             teacher_url=teacher,
+            teacher_top_k=0 if teacher is None else 8,
             max_steps=MOST_STEPS,
             learning_rate=3e-4,
             lr_scheduler_type="constant_with_warmup",

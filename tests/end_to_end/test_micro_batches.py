@@ -239,6 +239,18 @@ def test_a_run_with_a_budget_or_shared_prompts_reaches_the_weights_and_logs_of_o
     assert max(within.logged("rows/padding_share")) < 0.5 * min(without.logged("rows/padding_share"))
 
 
+def test_a_model_that_cannot_share_prompts_computes_each_row_and_says_so(
+    make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"share_prefixes": True, "model_init_kwargs": {"attn_implementation": "eager"}}
+    with FakeOpenAIServer(answer) as fake, caplog.at_level("WARNING", logger="verifiers.train"):
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_steps=1, **options)
+        trainer.train()
+    assert trainer.args.share_prefixes is False
+    assert "each row is computed on its own" in caplog.text
+    assert trainer.logged("rows/shared_share") == [0.0]
+
+
 def test_a_row_over_the_budget_is_trained_alone_and_said_once(
     make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,3 +187,18 @@ def test_the_table_of_completions_takes_what_models_write() -> None:
     assert list(columns["rewards"]) == ["one", "two", "none"]
     assert [str(value) for value in columns["rewards"]["one"]] == ["1.0", "nan", "nan"]
     assert len(columns["prompt"]) == 3
+
+
+def test_each_role_has_its_reward_and_length() -> None:
+    pair = [rollout(0, generation, 0.5) for generation in range(2)]
+    for one, rewards in zip(pair, ({"proposer": 1.0, "solver": 0.25}, {"solver": 0.75}), strict=True):
+        one.role_rewards = rewards
+        one.rows = [TokenSequence([1], [3] * n, [1] * n, [-0.5] * n, [0] * n, role="solver") for n in (2, 3)]
+    pair[0].rows.append(TokenSequence([1], [3], [1], [-0.5], [0], role="proposer"))
+    found = metrics_of(block_of([pair]), 2)
+    assert {name: value for name, value in found.items() if name.startswith("roles/")} == {
+        "roles/proposer/reward": 1.0,
+        "roles/proposer/mean_length": 1.0,
+        "roles/solver/reward": 0.5,
+        "roles/solver/mean_length": 5.0,
+    }
