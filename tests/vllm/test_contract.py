@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_world
+import torch
 import vllm_world
 
 from verifiers.inference.server_pool import ServerLoad
 from verifiers.inference.wire import NEUTRAL_SAMPLING
+from verifiers.rollouts.rollout import Rollout, TokenSequence
+from verifiers.rollouts.teacher import Teacher
+from verifiers.types import Outcome, RolloutKey
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,3 +130,18 @@ def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> Non
     assert found.version.startswith("0.")
     assert found.sample_ids
     check_capabilities(found, missing=LoraSync(server.url).missing_at(found, 8), needed_tokens=512)
+
+
+def test_a_teacher_tells_the_log_probs_of_a_plain_pass(server: vllm_world.Server, models: dict[str, Path]) -> None:
+    prompt, said = [5, 6, 7, 8], [9, 10, 11]
+    row = TokenSequence(prompt, said, [1, 0, 1], [-1.0] * 3, [0] * 3)
+    rollout = Rollout(RolloutKey(0, 0, 0), Outcome.COMPLETED, "p", "c", reward=1.0, rows=[row], turns=1)
+    asyncio.run(Teacher(server.url, "policy", top_k=3).judge([rollout]))
+    assert rollout.outcome is Outcome.COMPLETED, rollout.failure
+    policy = tiny_world.plain_model(models["policy"])
+    plain = policy(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = [plain[0, said[0]].item(), 0.0, plain[2, said[2]].item()]
+    assert row.teacher_logprobs is not None
+    assert list(row.teacher_logprobs) == pytest.approx(expected, abs=1e-4)
+    assert row.teacher_ids is not None
+    assert list(row.teacher_ids) == [*plain[0].topk(3).indices.tolist(), *plain[2].topk(3).indices.tolist()]
