@@ -185,6 +185,11 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"teacher_url": "u", "temperature": 0.7}, "at temperature 1, and the policy samples at temperature=0.7"),
         ({"teacher_url": "u", "dynamic_sampling": True}, "and a teacher trains these too"),
         ({"loss_type": "sapo", "delta": 4.0}, "delta=4.0 bounds the clipped objective, which loss_type='sapo'"),
+        ({"delta": 0.5}, "delta=0.5 is below 1.2, .* positive advantage would lose their gradient"),
+        ({"delta": 1.25, "epsilon_high": 0.28}, "delta=1.25 is below 1.28, .* give a bound above that"),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0; give a number above 0"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile is 0.0; give a share above 0, up to 1.0"),
+        ({"top_entropy_quantile": 20.0}, "top_entropy_quantile is 20.0; give a share above 0, up to 1.0"),
         (
             {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": False},
             "vllm_importance_sampling_mode is set, .* without vllm_importance_sampling_correction",

@@ -10,7 +10,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.inference.wire import CUTS, NEUTRAL, unless_neutral
-from verifiers.train.loss.policy_loss import LOSS_TYPES
+from verifiers.train.loss.policy_loss import LOSS_TYPES, clip_range
 
 CHOICES: dict[str, Collection[Any]] = {
     "loss_type": LOSS_TYPES,
@@ -48,7 +48,11 @@ _BOUNDS = {
     "temperature": (math.ulp(0.0), "a number above 0, such as 1.0: at 0 all rollouts of a group are the same"),
     "max_images": (0, "the most images of a prompt, or 0 for text alone"),
     "teacher_top_k": (0, "0 (the sampled tokens alone) or more"),
-    **dict.fromkeys(("teacher_coef", "demonstrations_share"), (math.ulp(0.0), "a number above 0")),
+    "top_entropy_quantile": (math.ulp(0.0), "a share above 0, up to 1.0 (all tokens)"),
+    **dict.fromkeys(
+        ("teacher_coef", "demonstrations_share", "sapo_temperature_pos", "sapo_temperature_neg"),
+        (math.ulp(0.0), "a number above 0"),
+    ),
     **dict.fromkeys(("demonstrations_coef", "env_ce_coef"), (0, "0 or more")),
     "eval_max_concurrent": (1, "1 or more, or leave it out"),
     "eval_timeout": (math.ulp(0.0), "a number above 0, or leave it out"),
@@ -268,6 +272,12 @@ def _loss(args: Any) -> _Refusals:
         args.delta is not None and not loss_type.is_clipped,
         f"delta={args.delta} bounds the clipped objective, which loss_type={name!r} does not have; leave it out.",
     )
+    highest = clip_range(args)[1]
+    yield (
+        args.delta is not None and args.delta < highest,
+        f"delta={args.delta} is below {highest:g}, up to which clipping leaves ratios alone, so tokens of a positive "
+        "advantage would lose their gradient (below 1 on policy, too); give a bound above that, or leave it out.",
+    )
     yield (
         loss_type.multiplies_ratios and mode.startswith("sequence"),
         f"loss_type={name!r} multiplies the tokens' ratios itself, so vllm_importance_sampling_mode={mode!r} counts "
@@ -280,6 +290,10 @@ def _loss(args: Any) -> _Refusals:
         (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1),
         f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} leave out a ratio of "
         "1, which is that of every token on policy; give a minimum of 0 to 1, and a maximum of 1 or more.",
+    )
+    yield (
+        args.top_entropy_quantile > 1.0,
+        f"top_entropy_quantile is {args.top_entropy_quantile}; give a share above 0, up to 1.0 (all tokens).",
     )
     yield (
         args.top_entropy_quantile < 1.0 and _has_entropy_bonus(args),
