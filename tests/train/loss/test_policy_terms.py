@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from verifiers.train.config import GRPOConfig
 from verifiers.train.conflicts import CHOICES
-from verifiers.train.loss.policy_loss import importance_weights, kl_terms, measure_mismatch
+from verifiers.train.loss.policy_loss import importance_weights, kl_terms, measure_mismatch, policy_loss
 
 MODES = CHOICES["vllm_importance_sampling_mode"]
 
@@ -47,6 +48,19 @@ def test_the_mismatch_is_measured_at_each_sampled_token() -> None:
     assert found["sampling/clipped_share"].tolist() == [1.0, 0.0, 0.0, 0.0]
     without = measure_mismatch(OLD, SAMPLING, MASK, None, args)
     assert not without["sampling/clipped_share"].any()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_without_weights_the_mismatch_is_the_proximal_policys_wherever_that_is_known(ahead: int) -> None:
+    args = GRPOConfig(
+        "unused", use_cpu=True, bf16=False, vllm_importance_sampling_correction=False, num_batches_ahead=ahead
+    )
+    # the old log-probs of tokens that may be stale are the sampler's
+    batch = {"loss_mask": MASK, "sampler_logps": SAMPLING, "old_logps": SAMPLING if ahead else OLD}
+    batch |= {"advantages": torch.zeros(2, 3), "token_weights": torch.ones(2)}
+    _, measured = policy_loss(OLD if ahead else OLD - 5.0, torch.zeros(2, 3), batch, args)
+    ratios = torch.tensor([2.0, 0.5, 0.25, 1.0], dtype=torch.float64)
+    assert torch.allclose(measured.values["mismatch_kl"], ratios - 1 - ratios.log(), atol=1e-6)
 
 
 def test_the_estimated_divergence_is_never_negative_and_zero_only_where_they_agree() -> None:

@@ -426,8 +426,9 @@ def measure_mismatch(
 def _mismatch(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     if args.vllm_importance_sampling_correction:
         return measure_mismatch(terms.old_RC, terms.sampler_RC, terms.mask_RC, terms.correction_RC, args)
-    # the old log-probs may be the sampler's own
-    return measure_mismatch(terms.logps_RC.detach(), terms.sampler_RC, terms.mask_RC, None, args)
+    # of tokens that may be stale the old log-probs are the sampler's own
+    old_RC = terms.logps_RC.detach() if args.may_be_stale else terms.old_RC
+    return measure_mismatch(old_RC, terms.sampler_RC, terms.mask_RC, None, args)
 
 
 def _near_sampler(terms: TokenTerms, threshold: float) -> Tensor:
