@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Mapping
@@ -32,6 +33,9 @@ class Policy:
         self._rng = rng
         self._ids: dict[str, list[int]] = {}
         self.answered: dict[str, Answer] = {}
+        # of each answer, its call among those that began
+        self.numbers: dict[str, int] = {}
+        self._numbers = itertools.count()
         self.begun: asyncio.Event | None = None
         self.held: asyncio.Event | None = None
         self.fails = False
@@ -45,6 +49,7 @@ class Policy:
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> WireObject:
         held, fails, padding = self.held, self.fails, self.padding
+        number = next(self._numbers)
         if self.begun is not None:
             self.begun.set()
         await (held.wait() if held is not None else asyncio.sleep(self._rng.random() * 0.002))
@@ -55,6 +60,7 @@ class Policy:
         self._ids[text] = sampled
         prompt = self.render(arguments["messages"])
         self.answered[text] = prompt, sampled
+        self.numbers[text] = number
         choice = {
             "index": 0,
             "finish_reason": "stop",
@@ -229,7 +235,8 @@ async def play_one(gateway: Gateway, seed: int) -> None:
         async with late as response:
             assert response.status == 409
     # an answer that was cut off while it was written counts by what its reader has of it: nothing
-    read = [answer for text, answer in policy.answered.items() if text in agent.read]
+    known = sorted(policy.answered.keys() & agent.read, key=policy.numbers.__getitem__)
+    read = [policy.answered[text] for text in known]
     rows, _ = rows_from_turns(client.turns)
     trained = [([*row.prompt_ids, *row.completion_ids], [0] * len(row.prompt_ids) + row.loss_mask) for row in rows]
     assert trained == expected_rows(read), seed

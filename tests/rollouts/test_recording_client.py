@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -53,6 +54,30 @@ async def test_turns_are_recorded_with_the_servers_token_ids_and_join_into_one_r
     assert client.usage.prompt_tokens == sum(len(turn.prompt_ids) for turn in client.turns)
     rows, forks = rows_from_turns(client.turns)
     assert (len(rows), forks) == (1, 0)
+
+
+async def test_turns_stand_in_the_order_in_which_their_calls_began_whichever_is_answered_first(
+    server: FakeOpenAIServer,
+) -> None:
+    is_second_answered = asyncio.Event()
+
+    class FirstIsLast(HttpBackend):
+        async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+            answer = await super().call(path, arguments)
+            if len(arguments["messages"]) == 1:
+                await is_second_answered.wait()
+            return answer
+
+    backend = FirstIsLast(Endpoint(server.url))
+    client = RolloutClient(backend, model="policy", require_tokens=True)
+    first = asyncio.create_task(ask(client))
+    await asyncio.sleep(0)
+    await ask(client, ASK * 2, max_tokens=3)
+    is_second_answered.set()
+    await first
+    assert [decode_ids(turn.completion_ids) for turn in client.turns] == ["answer 1\x03", "ans"]
+    assert client.finish_reason == "length"
+    await backend.close()
 
 
 async def test_completions_are_recorded_as_chats_are(backend: HttpBackend) -> None:

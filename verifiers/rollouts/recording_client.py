@@ -6,10 +6,12 @@ itself. So this is where throttling, retries, sampling seeds and the token-exact
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import hashlib
 import itertools
+import operator
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -46,10 +48,12 @@ class RecordedAnswer:
     """One answer of the trained policy, as far as the rollout's counts and trace are concerned.
 
     Attributes:
+        number: of its call, in the order in which a rollout's calls began.
         usage: tokens of the call, as the server counted them.
         turn: None where the server gave no token ids.
     """
 
+    number: int
     finish_reason: str | None
     usage: Usage
     turn: Turn | None
@@ -358,6 +362,7 @@ class RolloutClient(_OpenAIClient):
 
     async def _call_policy(self, path: str, given: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         arguments, is_cut = self._prepared(path, given)
+        number = self._begun
         names = [] if self._images is None else self._images.keep_all(given.get("messages") or "")
         call: ChatCall | None = None
         sampled: _Sampled | None = None
@@ -374,8 +379,9 @@ class RolloutClient(_OpenAIClient):
         if tokens is None:
             return response, None
         turn = self._turn(tokens, sampled.version, names)
-        recorded = RecordedAnswer(tokens.finish_reason, tokens.usage, turn, tokens.refusal)
-        self.answers.append(recorded)
+        recorded = RecordedAnswer(number, tokens.finish_reason, tokens.usage, turn, tokens.refusal)
+        # calls made side by side are answered in any order
+        bisect.insort(self.answers, recorded, key=operator.attrgetter("number"))
         if recorded.turn is None:
             return response, recorded
         answer = plain_data(response)
