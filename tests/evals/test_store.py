@@ -63,9 +63,10 @@ def test_an_incomplete_last_line_is_left_out_and_cut_off_before_the_next_is_writ
 
 
 def test_generations_of_other_types_do_not_stop_a_run_from_being_read(tmp_path: Path) -> None:
-    lines = ['{"example_id": 0, "generation": 1}', '{"example_id": 0, "generation": "a"}', *['{"example_id": 0}'] * 3]
+    lines = [*['{"example_id": 0}'] * 3, '{"example_id": 0, "generation": null}']
+    lines += ['{"example_id": 0, "generation": 1}', '{"example_id": 0, "generation": "a"}']
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
-    assert len(read_run(tmp_path).rows) == 5
+    assert len(read_run(tmp_path).rows) == 6
 
 
 @pytest.mark.parametrize(

@@ -500,10 +500,10 @@ def _unearned(env: Any, rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _times(again: Played, calls: Mapping[str, Sequence[float]], late_s: float) -> Iterator[CheckFinding]:
     mean_s = fmean([rollout.timing.scoring_s for rollout in again.values()]) if again else 0.0
     if mean_s > _SLOW_S:
-        slowest = max(calls, key=lambda name: fmean(calls[name]), default="rubric")
-        text = f"scoring one rollout takes {mean_s:.2f} s, {fmean(calls.get(slowest, [mean_s])):.2f} of them here"
+        slow = [repr(name) for name, seconds in calls.items() if fmean(seconds) > 0.5 * mean_s]
+        text = f"scoring one rollout takes {mean_s:.2f} s"
         mend = "training waits for it: make it quicker, or asynchronous if it waits for something."
-        yield CheckFinding("slow-rewards", "warning", f"{slowest!r}", text, mend)
+        yield CheckFinding("slow-rewards", "warning", ", ".join(slow) or "rubric", text, mend)
     if late_s > _LATE_S:
         text = f"the event loop stood still for {late_s:.2f} s while one rollout after another was played and scored"
         mend = (

@@ -53,7 +53,8 @@ def export_run(
         raise ConfigError(f"{str(run.directory)!r} holds no rollouts, so there is nothing to export.")
     rows = run.rows
     if kind == "hf":
-        _save(to_dataset(run), path)
+        with _writing(path):
+            _save(to_dataset(run), path)
     elif kind == "csv":
         _write(path, lambda file: _write_csv(run, file))
     elif kind == "inspect":
@@ -88,7 +89,7 @@ def save_dataset(directory: str | Path, target: str | Path) -> Path:
 
 def _save(dataset: Dataset, path: Path) -> None:
     """Write a directory in one step, as `_write` does a file."""
-    with _writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
         fresh = Path(temporary) / "new"
         with without_bars():
             dataset.save_to_disk(str(fresh))

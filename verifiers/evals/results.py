@@ -110,7 +110,8 @@ class RolloutResults:
             generations = self._places.setdefault(example, {})
         except (KeyError, TypeError):
             raise ConfigError(f"a row without an example_id belongs to no prompt: {str(dict(row))[:200]}.") from None
-        place = self._cleared_place(generations, row.get("generation", len(generations)))
+        number = row.get("generation")
+        place = self._cleared_place(generations, (len(generations),) if number is None else number)
         self._tasks[example] = str(row.get("task") or "default")
         outcome = self._outcomes[place] = sys.intern(str(row.get("outcome")))
         self.prompt_tokens += int(row.get("prompt_tokens") or 0)

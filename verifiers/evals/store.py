@@ -69,7 +69,8 @@ def read_run(directory: str | Path) -> StoredRun:
     last: dict[tuple[Any, Any], dict[str, Any]] = {}
     for row in iter_rows(path):
         # rows of other packages have no number: each is a rollout of its own
-        last[row.get("example_id"), row.get("generation", len(last))] = row
+        number = row.get("generation")
+        last[row.get("example_id"), (len(last),) if number is None else number] = row
     rows = [last[key] for key in sorted(last, key=lambda key: [(str(type(part)), part) for part in key])]
     return StoredRun(path, read_metadata(path), rows)
 

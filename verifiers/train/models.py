@@ -199,17 +199,16 @@ def put_adapter(name_or_path: str, config: Any, load: Callable[[Any], Any], kind
     import transformers
     from peft import PeftModel
 
-    kinds = [kind]
-    if is_multimodal(config):
-        kinds.append(transformers.AutoModelForImageTextToText)
+    kinds = [kind, transformers.AutoModelForImageTextToText] if is_multimodal(config) else [kind]
     reason = ""
-    for one in kinds:
+    for one in dict.fromkeys(kinds):
+        model = load(one)
         with warnings.catch_warnings():
             # peft would leave such layers as if they were not trained
             warnings.filterwarnings("error", "Found missing adapter keys")
             try:
-                return PeftModel.from_pretrained(load(one), os.path.expanduser(name_or_path), **options)
-            except UserWarning as error:
+                return PeftModel.from_pretrained(model, os.path.expanduser(name_or_path), **options)
+            except (UserWarning, ValueError) as error:
                 reason = str(error)
     raise ConfigError(
         f"the adapter {name_or_path!r} is not of the {config.model_type!r} that is loaded ({reason:.200}); give the "

@@ -127,7 +127,8 @@ def load_model(
         base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
         config = transformers.AutoConfig.from_pretrained(base)
         kind = model_class(config, with_images=with_images)
-        tokenizer = get_tokenizer(str(directory))
+        is_whole = (directory / "tokenizer_config.json").is_file()
+        tokenizer = get_tokenizer(str(directory if is_whole else base))
         number = _dtype(dtype, place, config)
         found: dict[str, Any] = {}
 

@@ -33,11 +33,14 @@ class PromptScore:
 
 
 def scored_together(model: Any, prompts: Sequence[Prompt]) -> int:
-    """Return how many of the first prompts are scored in one pass; one that is too long for it is scored alone."""
-    longest = 0
+    """Return how many of the first prompts are scored in one pass, where at most a third of it is padding.
+
+    One that is too long for a pass is scored alone.
+    """
+    longest = total = 0
     for count, (ids, _) in enumerate(prompts):
-        longest = max(longest, len(ids))
-        if (count + 1) * longest > _tokens_at_once(model):
+        longest, total = max(longest, len(ids)), total + len(ids)
+        if (count + 1) * longest > min(1.5 * total, _tokens_at_once(model)):
             return max(1, count)
     return len(prompts)
 

@@ -214,7 +214,12 @@ def text_logprobs(
 
 
 def shown_length(text: ChatText, token_id: int, offset: int) -> int:
-    """Return the characters of a token in a text, where a first word of SentencePiece has no space before it."""
+    """Return the characters of a token in a text, where a first word of SentencePiece has no space before it.
+
+    Special tokens are left out of texts.
+    """
+    if text.is_special(token_id):
+        return 0
     name = text.token(token_id)[0]
     has_lost_space = offset == 0 and name.startswith(" ") and not text.decode([token_id]).startswith(" ")
     return len(name) - has_lost_space

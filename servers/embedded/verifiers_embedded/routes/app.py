@@ -162,7 +162,11 @@ class Routes:
         if asked.scores_of_prompt is not None:
             asking = [self._engine.score(ids, asked.scores_of_prompt) for _, ids in prompts]
             scored = await asyncio.gather(*map(asyncio.wrap_future, asking))
-        generations = await self._generate(jobs) if asked.limit else [Generation([], [], "length", []) for _ in jobs]
+        if asked.limit:
+            generations = await self._generate(jobs)
+        else:
+            generations = [Generation([], [], "length", []) for _ in jobs]
+            self._metrics.count_tokens(jobs, generations)
         return web.json_response(text_completion(asked, prompts, generations, self._text, scored))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -313,7 +317,7 @@ class Routes:
 
         `max_tokens` is clipped to the room left, and the answer then ends with "length".
         """
-        room = self._checked_room(prompt_ids, param)
+        room = self._checked_room(prompt_ids, param, 0 if decoding.limit == 0 else 1)
         seed = self._seeds.getrandbits(53) if decoding.seed_64 is None else decoding.seed_64
         limit = room if decoding.limit is None else min(room, decoding.limit)
         loaded = self._loaded
@@ -364,10 +368,10 @@ class Routes:
             )
         return await self._grammars.compile(lark_grammar(form, reasoning), form.param)
 
-    def _checked_room(self, prompt_ids: list[int], param: str) -> int:
+    def _checked_room(self, prompt_ids: list[int], param: str, least: int) -> int:
         limit = self._loaded.max_model_len
         room = limit - len(prompt_ids)
-        if room < 1:
+        if room < least:
             raise ApiError(
                 f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
                 f"{len(prompt_ids)} tokens, which leaves no room for a completion. Please shorten them.",

@@ -402,7 +402,7 @@ class TextRequest(Constrained, Delivery, CountedLogprobs):
         Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
         Field(description=f"a text, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
     ]
-    max_tokens: Annotated[Whole, Field(ge=0, description="a whole number")] | None = None
+    max_tokens: Annotated[Whole, Field(ge=0, description="a whole number of at least 0")] | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
     prompt_logprobs: TopLogprobs | None = None

@@ -169,6 +169,9 @@ class ChatText:
             **added,
         }
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
     @cached_property
     def _marks(self) -> frozenset[int]:
         """Special tokens that mark calls or reasoning."""
