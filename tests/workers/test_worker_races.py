@@ -117,16 +117,19 @@ async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any)
             state["loop"] = loop
         if row == "c":
             state["broken"] = Broken()
+        if row == "d":
+            state["number"] = 10**5000
 
     begin_with(fill)
     played, _ = world.workers_of(world.Scripted)
     async with asyncio.timeout(20):
-        batches = [await world.runner_of(played).play(group) for group in world.requests_of(played, range(3), size=1)]
-    (array,), (loop,), (broken,) = batches
+        batches = [await world.runner_of(played).play(group) for group in world.requests_of(played, range(4), size=1)]
+    (array,), (loop,), (broken,), (long,) = batches
     assert (array.outcome, array.answer, array.state["array"]) == (Outcome.COMPLETED, [0, 1, 2], [0, 1, 2])
     assert loop.outcome is Outcome.COMPLETED
     assert broken.outcome is Outcome.ENVIRONMENT_ERROR
     assert "no dump" in str(broken.failure)
+    assert (long.outcome, long.state["number"]) == (Outcome.COMPLETED, hex(10**5000))
 
 
 @pytest.mark.parametrize("what", ["image", "tool"])

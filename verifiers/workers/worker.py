@@ -40,6 +40,7 @@ STAYS_IN_WORKER = frozenset(
 """Entries of a state that rank 0 gets otherwise or has no use for; everything else travels."""
 
 _MOST_NESTED = 50
+_MOST_BITS = 10_000
 _ONE_TRY = RetryPolicy(max_attempts=1)
 
 
@@ -303,8 +304,11 @@ def _result(state: State, row: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """Return nested data as JSON takes it; what is none becomes text."""
     kind = type(value)
-    if kind is str or kind is int or kind is float or kind is bool or value is None:
+    if kind is str or kind is float or kind is bool or value is None:
         return value
+    if kind is int:
+        # Python neither writes nor reads more decimal digits than some thousands
+        return value if value.bit_length() <= _MOST_BITS else hex(value)
     is_nested = len(outer) >= _MOST_NESTED or id(value) in outer
     if not is_nested:
         outer = (*outer, id(value))
@@ -315,7 +319,7 @@ def _plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
         if callable(getattr(value, "model_dump", None)):
             return _plain(value.model_dump(), outer)
         if isinstance(value, (bool, int, float, str)):
-            return next(base(value) for base in (bool, int, float, str) if isinstance(value, base))
+            return next(_plain(base(value)) for base in (bool, int, float, str) if isinstance(value, base))
         if callable(getattr(value, "tolist", None)):
             # numpy's
             return _plain(value.tolist(), outer)
