@@ -83,3 +83,25 @@ def test_weights_that_cannot_be_written_are_a_push_that_failed_and_leave_nothing
         files.write({"w": torch.ones(2)}, 3, name="model.safetensors")
     assert list(files.directory().iterdir()) == []
     files.close()
+
+
+def test_a_directory_that_is_given_relative_is_found_from_every_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = VersionFiles("pushed")
+    written = files.write({"a": torch.zeros(1)}, 0, name="model.safetensors")
+    assert written.is_absolute()
+    assert tmp_path in written.parents
+    files.close()
+
+
+def test_a_directory_that_is_none_or_is_gone_is_refused_by_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightSyncError, match="set weight_sync_dir"):
+        VersionFiles(str(tmp_path / "file")).write({"a": torch.zeros(1)}, 0, name="model.safetensors")
+    files = VersionFiles(str(tmp_path))
+    files.directory().rmdir()
+    with pytest.raises(WeightSyncError, match="set weight_sync_dir"):
+        files.write({"a": torch.zeros(1)}, 1, name="model.safetensors")
+    files.close()

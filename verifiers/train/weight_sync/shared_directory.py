@@ -38,7 +38,8 @@ class VersionFiles:
     """
 
     def __init__(self, parent: str | None = None) -> None:
-        self._parent = parent
+        # the server has a working directory of its own
+        self._parent = None if parent is None else Path(parent).absolute()
         self._made: Path | None = None
         self._lock: int | None = None
 
@@ -48,14 +49,20 @@ class VersionFiles:
         """Write a new version of tensors in host memory, with an adapter's config beside it; return its directory.
 
         Raises:
-            WeightSyncError: there is no room; nothing was written.
+            WeightSyncError: there is no room, or no directory that can be written; nothing was written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        parent = self.directory()
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        free = shutil.disk_usage(parent).free
+        try:
+            parent = self.directory()
+            free = shutil.disk_usage(parent).free
+        except OSError as error:
+            raise WeightSyncError(
+                f"the weights of step {version} cannot be written ({error}); set weight_sync_dir to a directory that "
+                "can be written, and that nobody removes while the run lasts."
+            ) from error
         if needed > free:
             raise WeightSyncError(
                 f"{parent} has {free / 1e6:,.0f} MB free, and a push needs {needed / 1e6:,.0f} MB beside the version "
@@ -94,9 +101,9 @@ class VersionFiles:
     def directory(self) -> Path:
         """Return the directory of the versions, made at the first call."""
         if self._made is None:
-            parent = self._parent or (str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None)
+            parent = self._parent or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
             if self._parent is not None:
-                Path(self._parent).mkdir(parents=True, exist_ok=True)
+                self._parent.mkdir(parents=True, exist_ok=True)
             else:
                 # not where file systems of other hosts may be: their locks cannot be relied on
                 _remove_abandoned(Path(parent or tempfile.gettempdir()))
@@ -106,7 +113,7 @@ class VersionFiles:
         return self._made
 
 
-def _make_locked(parent: str | None) -> tuple[Path, int]:
+def _make_locked(parent: Path | None) -> tuple[Path, int]:
     """Make a directory and return it with the descriptor that locks it; it gets its name when it is locked."""
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=parent))
     descriptor = os.open(made, os.O_RDONLY)
