@@ -132,6 +132,21 @@ async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any)
     assert (long.outcome, long.state["number"]) == (Outcome.COMPLETED, hex(10**5000))
 
 
+async def test_a_rollout_that_its_environment_cancels_fails_at_once(begin_with: Any) -> None:
+    async def cancel(state: vf.State) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    begin_with(cancel)
+    played, _ = world.workers_of(world.Scripted)
+    async with asyncio.timeout(20):
+        (rollout,) = await world.runner_of(played).play(world.requests_of(played, [0], size=1)[0])
+    assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "CancelledError" in str(rollout.failure)
+
+
 @pytest.mark.parametrize("what", ["image", "tool"])
 async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -> None:
     def refuse(sent: Any) -> None:

@@ -246,6 +246,15 @@ class RolloutWorker:
         except (Exception, SystemExit) as error:
             told = {"error": failure_data(error), "is_policys": blames_policy(error, client)}
             told["completion"] = _plain(state["completion"])
+        except asyncio.CancelledError:
+            # code of the environment may have cancelled it; rank 0 expects no result of what it cancels itself
+            own = RuntimeError("CancelledError: code of the environment cancelled the rollout")
+            told = {"error": failure_data(own), "is_policys": False, "completion": _plain(state["completion"])}
+            self._send_played(number, client, told)
+            raise
+        self._send_played(number, client, told)
+
+    def _send_played(self, number: int, client: WorkerClient, told: dict[str, Any]) -> None:
         told |= {"is_cut_off": client.is_cut_off, "overlong": client.overlong}
         told["is_fatal"] = client.fatal_error is not None
         if client.last_error is not None:
