@@ -395,7 +395,8 @@ class LogprobCheck:
         for span in sampled.versions:
             if str(span["version"]) != str(version):
                 raise WeightProbeError(
-                    f"version {version} was pushed, but the server samples from version {span['version']}."
+                    f"version {version} was pushed, but the server samples from version {span['version']}; if "
+                    f"another run pushes to {server.root}, give each a server of its own."
                 )
         half = not {"bfloat16", "float16"}.isdisjoint({self._trains_in, *self._server_types})
         tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
@@ -411,8 +412,9 @@ class LogprobCheck:
         raise WeightProbeError(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
             f"{difference:.4f} nats ({'the mean' if half else 'the largest'} of {len(ids)} tokens; probe_tolerance "
-            f"is {tolerance:g}): {types}it does not sample from these weights, or "
-            "from another distribution (temperature; log-probs before processing: start vLLM with --logprobs-mode "
+            f"is {tolerance:g}): {types}it does not sample from these weights "
+            "(another run may push to it: give each a server of its own), or from another distribution "
+            "(temperature; log-probs before processing: start vLLM with --logprobs-mode "
             "processed_logprobs; on a CPU, a vLLM without the package verifiers-vllm keeps the old head of tied "
             "embeddings). A server that refused a load in an earlier run may hold half of it: start it again."
         )
