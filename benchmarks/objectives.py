@@ -1,6 +1,6 @@
-"""What objectives beside the group's reward give: credit by turn, and a teacher.
+"""What objectives beside the group's reward give: credit by turn, a teacher, and demonstrations.
 
-    python benchmarks/objectives.py [--part turns|distillation] [--seeds 5]
+    python benchmarks/objectives.py [--part turns|distillation|demonstrations] [--seeds 5]
 
 Turns: in each of four turns the game names a kind of character (capitals, small letters, digits, others), and only a
 turn that answers with such a one is rewarded. A random model of letters (0.3 M parameters) is trained from the same
@@ -10,6 +10,8 @@ own reward). `turn_credit_gain` is the share of right turns over the last ten st
 Distillation: the model that `make demo-tiny` begins with is trained until it spells 0.85 of held-out words backward,
 once by GRPO alone and once with its trained model as a teacher (`teacher_url`, `teacher_top_k=8`, beside the reward).
 `distillation_steps_ratio` is the steps with the teacher over those without, a mean over seeds.
+
+Demonstrations: the same with 100 training words and their answers, of which an update has 16 beside its 256 rollouts.
 
 Each ends with one line of JSON: the figure, its 95 % interval by Student's t, and both sides of each seed. Server and
 trainer share a process.
@@ -44,7 +46,12 @@ KINDS: dict[str, Callable[[str], bool]] = {
 }
 TURNS = 4
 TURN_STEPS = 120
-SIDES = {"turns": ("by_turn", "by_rollout"), "distillation": ("with_teacher", "alone")}
+SIDES = {
+    "turns": ("by_turn", "by_rollout"),
+    "distillation": ("with_teacher", "alone"),
+    "demonstrations": ("with_demonstrations", "alone"),
+}
+SHOWN = 100
 COMMON: dict[str, Any] = {
     "rollout_device": "cpu",
     "num_batches_ahead": 0,
@@ -126,13 +133,19 @@ def spell_backward(side: str, seed: int) -> float:
         reward="exact",
     )
     with contextlib.ExitStack() as stack:
-        teacher = None
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        options: dict[str, Any] = {}
+        if side == "with_demonstrations":
+            shown = Path(scratch, "shown.jsonl")
+            rows = env.get_dataset().select(range(SHOWN))
+            said = [[*row["prompt"], {"role": "assistant", "content": row["answer"]}] for row in rows]
+            shown.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
+            options = {"demonstrations": str(shown), "demonstrations_share": 1 / 16}
         if side == "with_teacher":
-            teacher = stack.enter_context(launched_server("embedded", str(demo / "trained"), args=["--threads", "1"]))
+            served = launched_server("embedded", str(demo / "trained"), args=["--threads", "1"])
+            options = {"teacher_url": stack.enter_context(served), "teacher_top_k": 8}
         args = vf.GRPOConfig(
-            stack.enter_context(tempfile.TemporaryDirectory()),
-            teacher_url=teacher,
-            teacher_top_k=0 if teacher is None else 8,
+            scratch,
             max_steps=MOST_STEPS,
             learning_rate=3e-4,
             lr_scheduler_type="constant_with_warmup",
@@ -144,6 +157,7 @@ def spell_backward(side: str, seed: int) -> float:
             eval_strategy="steps",
             eval_steps=10,
             seed=seed,
+            **options,
             **COMMON,
         )
         trainer = vf.GRPOTrainer(str(demo / "start"), env, args, callbacks=[StopsWhenReached()])
@@ -156,7 +170,7 @@ def spell_backward(side: str, seed: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=SIDES, default=None, help="one of the two; both when left out")
+    parser.add_argument("--part", choices=SIDES, default=None, help="one of them; all when left out")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -179,7 +193,7 @@ def compare(part: str, seeds: int) -> None:
             print(side, seed, round(found[side][-1], 3), flush=True)
     from verifiers.evals.statistics import t_quantile
 
-    name = "turn_credit_gain" if part == "turns" else "distillation_steps_ratio"
+    name = "turn_credit_gain" if part == "turns" else f"{part}_steps_ratio"
     combine = operator.sub if part == "turns" else operator.truediv
     each = list(map(combine, *found.values()))
     mean, half = fmean(each), math.inf
