@@ -17,7 +17,7 @@ from verifiers.errors import (
 )
 from verifiers.inference.endpoint import ClientBackend, Endpoint, HttpBackend
 from verifiers.inference.retry import RetryPolicy
-from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns, turn_seed
+from verifiers.rollouts.recording_client import RolloutClient, refuse_non_text, rows_from_turns, turn_seed
 from verifiers.rollouts.rollout import Turn
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault, decode_ids
 
@@ -384,3 +384,10 @@ async def test_a_prompt_that_does_not_fit_the_context_is_noted_and_is_no_failure
     with pytest.raises(OverlongPromptError):
         await ask(client)
     assert (client.overlong, client.last_error, client.retries) == (True, None, 0)
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", "file"])
+def test_what_is_neither_text_nor_image_is_refused_by_name_in_training(kind: str) -> None:
+    content = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: {}}]
+    with pytest.raises(ConfigError, match=f"row 3 has a content part of type '{kind}'"):
+        refuse_non_text([{"role": "user", "content": content}], "row 3", max_images=2)
