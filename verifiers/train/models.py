@@ -172,7 +172,7 @@ def get_adapter(name_or_path: str, **kwargs: Any) -> Any:
     return put_adapter(name_or_path, config, load, kind, is_trainable=True)
 
 
-_OF_CONFIG = {"revision", "trust_remote_code"}
+_OF_CONFIG = {"cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code"}
 
 
 def is_multimodal(config: Any) -> bool:
