@@ -83,7 +83,7 @@ def test_tool_calls_that_fail_are_counted_and_the_first_is_named(
 ) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
     source = Path("modules/toy_sums_env.py").read_text().replace("SingleTurnEnv(", "ToolEnv(tools=[look], ")
-    look = 'def look(at: int) -> int:\n    """Look."""\n    raise OSError(f"no\\nlight at {at}, %s")\n' % KEY  # noqa: UP031
+    look = 'def look(at: int) -> int:\n    """Look."""\n    raise OSError(f"no\\nlight at {at}\\x1b[2J, %s")\n' % KEY  # noqa: UP031
     Path("modules/toy_sums_env.py").write_text(f"{source}\n\n{look}")
     calls = [{"name": "look", "arguments": {"at": 3}}] * 2
 
@@ -96,7 +96,7 @@ def test_tool_calls_that_fail_are_counted_and_the_first_is_named(
         shown = capsys.readouterr().out
         assert main([*command, "--json"]) == 0
         summary = json.loads(capsys.readouterr().out)
-    assert "4 tool calls failed, the first: OSError: no light at 3, " in shown
+    assert "4 tool calls failed, the first: OSError: no light at 3?[2J, " in shown
     assert KEY not in shown + json.dumps(summary)
     assert summary["tool_call_errors"] == results.metadata["summary"]["tool_call_errors"] == 4
     assert summary["first_tool_call_error"].startswith("OSError: no\nlight")

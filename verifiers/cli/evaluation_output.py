@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from verifiers.cli.main import shown
 from verifiers.monitoring.number_text import bar, format_seconds, rounded
 from verifiers.testing.fake_model import FAKE_URL
 
@@ -128,7 +129,7 @@ def show_summary(run: EvaluationRun, summary: Mapping[str, Any], *, title: str, 
     columns = ("", "mean", "± stderr", "95 % interval", "scored")
     print_table(console, columns, [_row(name, e, summary["rollouts"]) for name, e in _estimates(summary)], title)
     for line in _lines(run, summary):
-        console.print(line)
+        console.print(shown(line))
 
 
 def _estimates(summary: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -219,10 +219,18 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         raise
 
 
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {*b"\t\n"}, "?")
+
+
 def tell(text: str) -> None:
     """Print a line on standard error; one that takes no more changes no exit code."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(shown(text), file=sys.stderr, flush=True)
+
+
+def shown(text: str) -> str:
+    """Return a text as a terminal may have it: what others said could clear it, or write elsewhere."""
+    return text.translate(_CONTROLS)
 
 
 def is_of_writing(error: OSError) -> bool:
