@@ -62,11 +62,8 @@ def text_completion(
         said = cut_at_stop(whole, request.stop_strings)
         choice = {"index": index, "text": prompt_text + said if request.echo else said, "logprobs": None}
         if request.wants_logprobs:
-            ids, log_probs, likeliest = (
-                generation.token_ids,
-                list[float | None](generation.log_probs),
-                generation.likeliest,
-            )
+            ids, likeliest = generation.token_ids, generation.likeliest
+            log_probs: list[float | None] = [*generation.log_probs]
             if request.echo and score is not None:
                 ids, log_probs = [*prompt_ids, *ids], [None, *score.log_probs, *log_probs]
                 likeliest = [[], *(one[: request.top_logprobs] for one in score.likeliest), *likeliest]
