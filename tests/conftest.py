@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a run in the background of a shell ignores Ctrl-C, and the commands that tests start would inherit that
@@ -210,17 +211,11 @@ def _add_node(add_node: Callable[..., Any], **options: Any) -> Any:
     """Add a node to a Ray cluster; on a crowded machine its agents may exceed the seconds that Ray gives them."""
     for attempt in range(5):
         try:
-            return add_node(include_dashboard=False, metrics_agent_port=_free_port(), **options)
+            return add_node(include_dashboard=False, metrics_agent_port=free_port(), **options)
         except Exception as error:
             if "timed out during startup" not in str(error) or attempt == 4:
                 raise
     raise AssertionError
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

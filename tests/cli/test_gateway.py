@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from verifiers.cli.gateway import main
 from verifiers.cli.main import DONE
@@ -62,9 +62,7 @@ def stored() -> Any:
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="the page uses curl and jq")
 def test_the_walk_through_of_the_page_runs() -> None:
     (code,) = re.findall(r"^```sh\n(export VF_GATEWAY_KEY.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     code = code.replace("8100", str(port)).replace("vf-gateway", f"vf-gateway --port {port}")
     # installed it is a command of its own; `exec`, so that $! is its process
     code = f'vf-gateway() {{ exec "{sys.executable}" -m verifiers.cli.gateway "$@"; }}\n{code}'

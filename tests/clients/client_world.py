@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import string
 import subprocess
 import time
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from ports import free_port
 from tiny_models import random_qwen3, two_role_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +39,7 @@ TEMPLATE = (
 @contextmanager
 def running(command: list[str], health: str, directory: Path, **environment: str) -> Iterator[str]:
     """Run a server of another package on a free port; yield its address once it answers the path `health`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url, log = f"http://127.0.0.1:{port}", directory / "log"
     known = {"HOME": str(directory), "PATH": os.environ["PATH"], **environment}
     with log.open("w") as output:

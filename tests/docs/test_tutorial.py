@@ -16,15 +16,10 @@ from pathlib import Path
 
 import pytest
 from clean_environment import COMMAND, CleanEnvironment
+from ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import tiny_world
 from forks import Forked, Forks
+from ports import free_port
 
 from verifiers.train.checkpoint.block_log import read_block_log
 
@@ -173,7 +174,7 @@ class World:
     def __init__(self, forks: Forks, directory: Path, model: Path, fault: str, stage: str) -> None:
         self._forks, self.directory, self._model = forks, directory, model
         self.fault, self.stage = fault, stage
-        self._port = tiny_world.free_port()
+        self._port = free_port()
         self._started: list[Forked] = []
         self.server: Any = None
         self.serve()

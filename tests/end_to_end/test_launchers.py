@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sharded_world
 import tiny_world
+from ports import free_port
 from transformers import AutoModelForCausalLM
 
 from verifiers.cli.launch import rendered
@@ -88,7 +89,7 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    ports = {name: tiny_world.free_port() for name in ("server_port", "main_port", "ray_port")}
+    ports = {name: free_port() for name in ("server_port", "main_port", "ray_port")}
     settings = {**SETTINGS, "output_dir": str(tmp_path / "out")}
     settings |= {"weight_sync": "directory", "weight_sync_dir": str(tmp_path)}
     tables = SERVER + CLUSTER.format(config=CONFIG, **ports)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tiny_world
+from ports import free_port
 
 from verifiers.errors import ConfigError
 from verifiers.inference import server_pool
@@ -26,7 +27,7 @@ class Process:
     """The embedded server as a process on one port."""
 
     def __init__(self, model: Path, port_file: Path) -> None:
-        self.port = tiny_world.free_port()
+        self.port = free_port()
         self._command = [sys.executable, "-m", "verifiers_embedded", "--model", str(model), "--threads", "1"]
         self._command += ["--port", str(self.port), "--port-file", str(port_file)]
         self._port_file = port_file

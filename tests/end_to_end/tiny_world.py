@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import random
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,11 +176,6 @@ def write_run(
 
 
 # -- a server in this process, over real HTTP --------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 class EmbeddedServer(InProcessServer):
