@@ -254,8 +254,10 @@ class RowImages:
         Raises:
             ConfigError: the server counted other tokens for a row's images than this processor does.
         """
-        stored = ([self.store.read(name) for name in names] for names in batch.get("images", ()))
-        images = [self.processor.of_images(row) if row else None for row in stored]
+        shown = batch.get("images", ())
+        # the rows of a group show the same
+        read = {names: self._read(names) for names in dict.fromkeys(shown) if names}
+        images = [read.get(names) for names in shown]
         if not any(images):
             return {}
         width = batch["completion_ids"].shape[1]
@@ -282,11 +284,15 @@ class RowImages:
         laid = self.processor.inputs(ids_1N, self._laid_out(layout, ids_1N[0], batch["images"]), ids_RT.device)
         return {"input_ids": ids_1N, "position_ids": positions_3RT.flatten(1)[:, None, source_N], **laid}
 
+    def _read(self, names: Sequence[str]) -> Images:
+        return self.processor.of_images([self.store.read(name) for name in names])
+
     def _laid_out(self, layout: Any, ids_N: Tensor, names: Sequence[Sequence[str]]) -> list[Images]:
         """Return each image in the order of the layout: once where rows share it."""
+        read = {name: self._read([name]) for name in dict.fromkeys(itertools.chain(*names))}
         ordered: list[Images] = []
         for group in layout.groups:
-            shown = [[self.processor.of_images([self.store.read(name)]) for name in names[row]] for row in group.rows]
+            shown = [[read[name] for name in names[row]] for row in group.rows]
             left = int((ids_N[group.start : group.start + group.prefix] == self.processor.token_id).sum())
             shared = 0
             while left > 0:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -179,12 +181,16 @@ def test_rows_that_show_images_share_what_shows_the_same(tmp_path: Path) -> None
     fuse_head(model, 0.7, outputs=("log_probs", "entropy"))
     seen: list[int] = []
     model.model.visual.register_forward_hook(lambda module, given, out: seen.append(len(given[0])))
+    store, reads = images.store, Counter[str]()
+    images.store = mock.Mock(read=lambda name: (reads.update([name]), store.read(name))[1])
     (alone, of_alone), (shared, of_shared) = (
         scored(model, rows, shares=each, images=images, shown=shown) for each in (False, True)
     )
     # of nine images in the rows five are left: one of each prompt, and the wide one of each branch
     patches = {"one": 36, "wide": 40}
     assert seen == [7 * patches["one"] + 2 * patches["wide"], 3 * patches["one"] + 2 * patches["wide"]]
+    # each prompt's once a micro-batch, and each alone where the rows are laid out
+    assert reads == {one: 2 + 2 + 1, other: 1 + 1 + 1, wide: 1 + 1 + 1}
     torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
     assert of_alone.keys() == of_shared.keys()
     for name, gradient in of_alone.items():
