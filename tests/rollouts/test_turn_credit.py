@@ -85,6 +85,18 @@ def test_a_turn_reward_that_is_no_list_of_numbers_is_a_failed_grade(given: Any) 
         played(vf.Rubric([vf.turn_reward(lambda: given)]))
 
 
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_another_number_of_rewards_than_of_turns_is_a_failed_grade(count: int) -> None:
+    @vf.turn_reward
+    def short() -> list[float]:
+        return [1.0] * count
+
+    with pytest.raises(
+        NothingScoredError, match=rf"short: GradingError: it returned {count} numbers, .* had 3 turns"
+    ):
+        played(vf.Rubric([short, lengths]))
+
+
 def test_turns_that_forked_keep_their_numbers() -> None:
     def turn(prompt: list[int], sampled: list[int]) -> Turn:
         return Turn(prompt, sampled, [-0.1] * len(sampled), [0] * len(sampled))

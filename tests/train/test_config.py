@@ -218,6 +218,8 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"streaming": True, "entropy_coef": 0.1}, "an entropy bonus .* needs rollouts that are"),
         ({"beta": -0.1}, r"beta is -0.1; give 0 \(no KL term\) or more"),
         ({"beta": float("nan")}, "beta is nan"),
+        ({"epsilon_high": float("nan")}, "epsilon_high is nan"),
+        ({"entropy_coef": float("nan")}, "entropy_coef is nan"),
         ({"learning_rate": "1e-5"}, "learning_rate is '1e-5'; give 0 or more"),
         ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high is 0.2, below epsilon=0.3"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vLLM runs as a server here; start vf-vllm"),

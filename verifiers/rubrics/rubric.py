@@ -18,6 +18,7 @@ from verifiers.rubrics.scoring import (
     RewardCall,
     added_by_role,
     added_by_turn,
+    for_each_turn,
     is_group_func,
     note_failure,
     one_number,
@@ -211,7 +212,8 @@ class Rubric:
             warn_once(self.logger.name, "A rubric has no reward function: every reward is 0.0; give it funcs=[...].")
         calls = [self.reward_call(func) for func in self.reward_funcs]
         names = reward_names(self.reward_funcs)
-        columns = await reward_values(calls, states, self.class_objects, parallel=self.parallelize_scoring)
+        given = await reward_values(calls, states, self.class_objects, parallel=self.parallelize_scoring)
+        columns = ([*map(for_each_turn, values, states)] for values in given)
         scores = [RolloutScore(0.0) for _ in states]
         for name, weight, values in zip(names, self.reward_weights, columns, strict=True):
             for score, value in zip(scores, values, strict=True):

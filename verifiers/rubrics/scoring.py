@@ -123,6 +123,16 @@ def role_reward(func: F) -> F:
     return func
 
 
+def for_each_turn(value: Any, state: State) -> Any:
+    """Return a reward, or in its place what is wrong with a list that is not as long as the policy had turns."""
+    steps = state.get("trajectory") or ()
+    # environments may keep steps of a kind of their own, and stored runs have none
+    is_told = bool(steps) and all(isinstance(step, dict) for step in steps)
+    if not is_told or not isinstance(value, list) or len(value) == len(steps):
+        return value
+    return GradingError(f"it returned {len(value)} numbers, and the policy had {len(steps)} turns; give one for each")
+
+
 def added_by_turn(one: Sequence[float] | None, other: Sequence[float] | None) -> list[float]:
     """Add the rewards of turns; a shorter list counts as 0 for the rest."""
     return [left + right for left, right in itertools.zip_longest(one or (), other or (), fillvalue=0.0)]

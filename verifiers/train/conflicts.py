@@ -40,6 +40,8 @@ _BOUNDS = {
     ),
     "beta": (0, "0 (no KL term) or more"),
     "epsilon": (0, "0 or more"),
+    "epsilon_high": (0, "a number not below epsilon, or leave it out"),
+    "entropy_coef": (-math.inf, "a number"),
     "learning_rate": (0, "0 or more"),
     "weight_decay": (0, "0 or more"),
     "max_grad_norm": (0, "0 (no clipping) or more"),
