@@ -24,8 +24,8 @@ from typing import IO, Any, TextIO
 SUPERVISOR_VARIABLE = "VERIFIERS_VLLM_SUPERVISOR"
 _GRACE_S = 8.0
 _PARENT_POLL_S = 0.25
-_CAUSE = re.compile(rb"(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+")
-"""The end of a traceback."""
+_CAUSE = re.compile(rb"(?<![\w.`])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+")
+"""The end of a traceback, and no error that a warning speaks of."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 

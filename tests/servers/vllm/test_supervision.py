@@ -25,6 +25,8 @@ def main():
     open(os.environ["PIDS"], "w").write(f"{os.getpid()} {engine.pid}")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     if "--broken" in sys.argv:
+        for said in (sys.stdout, sys.stderr):
+            print("WARNING This can cause errors like `OSError: [Errno 24] Too many open files`.", file=said)
         print("(EngineCore pid=7) ERROR 11-27 [core.py:9] RuntimeError: operator torchvision::nms does not exist")
         print("RuntimeError: Engine core initialization failed. See root cause above.", file=sys.stderr)
         sys.exit(3)
