@@ -294,6 +294,25 @@ async def test_an_answer_with_nothing_in_it_is_a_failure(body: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
+    ("finish_reason", "failure"),
+    [
+        ("error", None),
+        ("abort", None),
+        ("insufficient_system_resource", None),
+        (None, {"code": 502, "message": "the provider hung up"}),
+    ],
+)
+async def test_an_answer_that_the_server_broke_off_is_a_failed_try_and_not_the_models(
+    finish_reason: Any, failure: Any
+) -> None:
+    body = message_of("half of", usage=2, finish_reason=finish_reason)
+    body["choices"][0]["error"] = failure
+    async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
+        with pytest.raises(RetryableError, match=finish_reason or "hung up"):
+            await one_call(server.url)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         message_of(""),

@@ -498,6 +498,8 @@ _LARGEST = 2**31
 _SPAN = ("version", "start", "end")
 # what a message may hold instead of content
 _OTHER_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "audio")
+# of an answer that the server broke off: OpenRouter's and Mistral's; vLLM's, SGLang's and vf-serve's; DeepSeek's
+_BROKEN_OFF = ("error", "abort", "insufficient_system_resource")
 UNREADABLE = (AttributeError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 """What code raises that reads an answer which is not as it should be."""
 
@@ -529,10 +531,11 @@ def read_completion(
                 raise status_error(url, failure["code"], json.dumps(answer), None)
             raise RetryableError(f"{url} answered without a choice: {reprlib.repr(data)}", empty=True)
         for choice in choices:
-            if choice.get("finish_reason") == "error":
-                said = (choice.get("error") or {}).get("message")
+            ended, failure = choice.get("finish_reason"), choice.get("error")
+            if failure or ended in _BROKEN_OFF:
+                said = (failure or {}).get("message") or ended
                 raise RetryableError(f"{url} answered with a choice that failed: {said!r:.300}")
-            if not isinstance(choice.get("finish_reason"), str):
+            if not isinstance(ended, str):
                 choice["finish_reason"] = None
             if field == "text":
                 choice["text"] = whole_characters(choice["text"])
