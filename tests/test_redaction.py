@@ -72,6 +72,13 @@ def test_a_password_of_words_is_a_secret_where_it_is_named_one() -> None:
     assert redact("sunshine, passphrase, abcdefghijklmnop") == "***, ***, ***"
 
 
+@pytest.mark.parametrize("proxy", ["http://me:passphrase@proxy:3128", "me:passphrase@proxy:3128/"])
+def test_user_and_password_of_a_proxy_are_a_secret_together(proxy: str) -> None:
+    redact = Redactor(secrets_of_run("http://h/v1", "", {}, environ={"https_proxy": proxy, "no_proxy": "a.example"}))
+    text = "407 of http://{}@proxy:3128 to a.example; say the passphrase"
+    assert redact(text.format("me:passphrase")) == text.format("***")
+
+
 def test_a_line_of_json_stays_one_and_its_numbers_with_it() -> None:
     redact = Redactor(["12345678"])
     assert redact.json('{"12345678": 12345678, "said": "\\ud800 12345678"}') == (

@@ -126,7 +126,8 @@ def secrets_of_run(
         base_url: of the endpoint; user, password and secret parameters are secrets.
         headers: of requests; values under names of secrets, and long words in any, are secrets.
         arguments: of the environment and of sampling; long texts under names like api_key are secrets.
-        environ: variables whose names end in KEY, TOKEN, SECRET or the like are secrets; default `os.environ`.
+        environ: variables whose names end in KEY, TOKEN, SECRET or the like are secrets, and so is what
+            a proxy's address has before its host; default `os.environ`.
     """
     found = [*([] if _is_of_words(api_key) else [api_key]), *_secrets_in(arguments or {})]
     for name, value in headers.items():
@@ -147,6 +148,9 @@ def secrets_of_run(
         is_long = len(value) >= _SHORTEST_ELSEWHERE and not _is_of_words(value)
         if _SECRET_NAME.search(name) and is_long and not os.path.exists(value):
             found.append(value)
+        if name.lower().endswith("_proxy") and "@" in value:
+            # with the user: by itself, a password may be a word of any text
+            found.append(value.rpartition("@")[0].rpartition("/")[2])
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import Endpoint, HttpBackend, proxy_for
 from verifiers.server_process import is_loopback
 from verifiers.testing import FakeOpenAIServer
@@ -72,3 +72,16 @@ async def test_a_call_to_another_machine_goes_through_the_proxy_and_one_to_this_
         assert server.request_count == 2
         assert server.requests[1].headers["host"] == "elsewhere.invalid"
         assert server.requests[1].headers["authorization"] == f"Bearer {KEY}"
+
+
+async def test_a_proxy_that_refuses_a_connection_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with FakeOpenAIServer("4") as server:
+        # it knows no CONNECT
+        monkeypatch.setenv("https_proxy", f"http://me:{KEY}@127.0.0.1:{server.port}")
+        with pytest.raises(ProviderError, match=rf"404.*http://127\.0\.0\.1:{server.port}") as caught:
+            await one_call(Endpoint("https://elsewhere.invalid/v1"))
+    assert KEY not in str(caught.value)

@@ -25,7 +25,7 @@ from verifiers.data.row_source import PlannedBlock, StagedRows
 from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, Error, GradingError, InfraError, ProviderError
 from verifiers.inference.endpoint import proxy_for, read_body
-from verifiers.inference.retry import RetryableError, RetryPolicy, retry, status_may_pass
+from verifiers.inference.retry import RetryableError, RetryPolicy, reason, retry, status_may_pass
 from verifiers.inference.wire import UNREADABLE
 from verifiers.loop_thread import run_blocking
 from verifiers.rollouts.recording_client import RolloutClient
@@ -161,7 +161,7 @@ class Dataserver:
         except TimeoutError as error:
             raise RetryableError(f"{path}: no answer within {session.timeout.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise RetryableError(f"{path}: {error or type(error).__name__}") from error
+            raise RetryableError(f"{path}: {reason(error)}") from error
         return await asyncio.to_thread(self._read, path, status, content)
 
     def _headers(self) -> dict[str, str]:
