@@ -44,6 +44,7 @@ async def read(message: dict[str, Any]) -> Any:
     [
         ({"zone": "CET"}, '{"zone": "CET"}'),
         (None, "{}"),
+        ("", "{}"),
         ('{"a": 1}', '{"a": 1}'),
         ("\ud83d", "\ufffd"),
         ([1], "[1]"),
@@ -53,6 +54,28 @@ async def test_arguments_of_tool_calls_are_text(arguments: Any, text: str) -> No
     message = await read({"tool_calls": [{"id": None, "function": {"name": "now", "arguments": arguments}}]})
     assert message.tool_calls[0].function.arguments == text
     assert message.tool_calls[0].id
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ('{"a":  1}', '{"a":  1}'),
+        ('{"a": "cut o', '{"not_json": "{\\"a\\": \\"cut o"}'),
+        ("[1]", '{"not_json": "[1]"}'),
+        ("[" * 9_000, json.dumps({"not_json": "[" * 9_000})),
+        ({"a": 1}, {"a": 1}),
+    ],
+)
+async def test_arguments_that_a_model_got_wrong_go_back_as_an_object_which_every_server_reads(
+    arguments: Any, sent: Any
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    async with FakeOpenAIServer("4") as server:
+        await ask(server.url, {"model": "m", "messages": [*ASK["messages"], said]})
+    (back,) = server.requests[0].body["messages"][1]["tool_calls"]
+    assert back["function"] == {"name": "now", "arguments": sent}
+    assert call["function"] == {"name": "now", "arguments": arguments}
 
 
 async def test_content_in_parts_and_thoughts_by_another_name_are_read() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from verifiers.concurrency import at_loop_end, is_async_function, threads_for
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.inference.retry import RetryableError, client_error, reason, retry_after_s, status_error
-from verifiers.inference.wire import WireObject, read_completion, request_body, whole_characters
+from verifiers.inference.wire import WireObject, read_completion, request_body, whole_characters, with_readable_calls
 from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.server_process import is_loopback
 
@@ -221,6 +221,8 @@ class HttpBackend:
             raise ConfigError(
                 "stream=True was asked of a rollout's client, which records whole answers; leave it out."
             )
+        if path == CHAT:
+            body["messages"] = [with_readable_calls(message) for message in body["messages"]]
         data = await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout"))
         return WireObject(self.read(data, path, "message" if path == CHAT else "text"))
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from verifiers.errors import ConfigError
 from verifiers.inference.retry import RetryableError, status_error
-from verifiers.types import AssistantMessage, MessageRecord, ToolCall, Usage, content_text
+from verifiers.types import AssistantMessage, MessageRecord, ToolCall, Usage, content_text, message_field
 
 # Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
 _OPTIONAL = frozenset(
@@ -445,6 +445,29 @@ def request_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
+def with_readable_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message as it is sent: the arguments of its tool calls are JSON objects, as far as they are text.
+
+    vLLM, SGLang and llama.cpp read the arguments in earlier answers too, and refuse a conversation for those that a
+    model got wrong.
+    """
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_readable_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _readable_call(call: Any) -> Any:
+    function = message_field(call, "function")
+    text = message_field(function, "arguments")
+    if not isinstance(text, str) or not isinstance(call, Mapping):
+        return call
+    try:
+        if isinstance(json.loads(text), dict):
+            return call
+    except (ValueError, RecursionError):
+        pass
+    return {**call, "function": {**function, "arguments": json.dumps({"not_json": text})}}
+
+
 def _message_dict(message: Any) -> Any:
     dump = getattr(message, "model_dump", None)
     return dump(exclude_none=True) if dump is not None else dict(message)
@@ -569,7 +592,7 @@ def _mend_message(message: dict[str, Any]) -> None:
 
 def _tool_call(place: int, call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    arguments = {} if function.get("arguments") is None else function["arguments"]
+    arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
     # Ollama and others give the object that the text stands for
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     named = {"name": whole_characters(function["name"]), "arguments": whole_characters(text)}
