@@ -208,6 +208,7 @@ async def test_a_verdict_that_stays_unreadable_is_a_failed_grade() -> None:
         ("No doubt about it: yes", None),
         ("There is no doubt. The answer is: Yes!", True),
         ("<think>yes? no.</think> yes", True),
+        ("<think>There is no unit, but the number", None),
         ("maybe", None),
         ("nothing yesterday", None),
     ],

@@ -127,6 +127,7 @@ async def test_the_prompt_may_be_ones_own() -> None:
         ("I looked at A, B, C.\n\nRanking: [B], [C], [A].\n", [["B"], ["C"], ["A"]]),
         ("A > B > C\nOn second thought:\n`C = B > A`", [["C", "B"], ["A"]]),
         ("<think>\nA > B > C\n</think>\nB > A > C", [["B"], ["A"], ["C"]]),
+        ("<think>\nMaybe\nA > B > C\nbut then", None),
         ("A > B > C > C", None),
         ("A > B > C > D", None),
         ("", None),

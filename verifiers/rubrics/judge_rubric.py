@@ -18,7 +18,7 @@ from verifiers.inference.endpoint import CHAT, Backend, ClientBackend, single_ba
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
-from verifiers.parsers.parser import Parser
+from verifiers.parsers.parser import Parser, after_last_thought
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import SingleFlight, signature_of
 from verifiers.types import Messages, RewardFunc, State, content_text, message_field, message_text
@@ -397,12 +397,12 @@ async def judge_yes_no(
 def parse_yes_no(text: str) -> bool:
     """Return True for yes and False for no: by a text's first or last word, else by the only one of the two in it.
 
-    Text before `</think>` does not count.
+    Text before `</think>` does not count, nor do thoughts that were cut off.
 
     Raises:
         ValueError: it says neither, or both.
     """
-    words = re.findall(r"[a-z]+", text.rpartition("</think>")[2].lower())
+    words = re.findall(r"[a-z]+", after_last_thought(text).lower())
     ends = {word for word in (*words[:1], *words[-1:]) if word in ("yes", "no")}
     said = ends or {word for word in words if word in ("yes", "no")}
     if len(said) != 1:

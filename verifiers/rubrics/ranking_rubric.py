@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError
-from verifiers.parsers.parser import Parser
+from verifiers.parsers.parser import Parser, after_last_thought
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.types import Messages, RewardFunc, State
 
@@ -137,12 +137,12 @@ def parse_ranking(text: str, labels: Sequence[str]) -> list[list[str]]:
     """Return the tiers of a ranking, best first, from the last line of a text that has every label once.
 
     Between labels stand ">" or "," (better, worse) and "=" (equals). Markdown around it, and words before a colon,
-    do not count, nor does what stands before `</think>`.
+    do not count, nor does what stands before `</think>` or in thoughts that were cut off.
 
     Raises:
         ValueError: there is no such line.
     """
-    for line in reversed(text.rpartition("</think>")[2].splitlines()):
+    for line in reversed(after_last_thought(text).splitlines()):
         ranking = re.sub(r"[*`\[\]\s.\"']", "", line.rpartition(":")[2]).replace(",", ">")
         tiers = [tier.split("=") for tier in ranking.split(">")]
         if sorted(itertools.chain.from_iterable(tiers)) == sorted(labels):
