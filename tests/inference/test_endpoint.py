@@ -176,6 +176,13 @@ async def test_an_error_that_no_reader_of_json_takes_is_quoted(body: str) -> Non
             await one_call(server.url)
 
 
+async def test_the_page_of_a_web_server_is_quoted_in_one_line() -> None:
+    page = "<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>\r\n</body>\r\n</html>\r\n"
+    async with FakeOpenAIServer(faults=Fault(502, body=page)) as server:
+        with pytest.raises(ProviderError, match=r"502: <html> <head><title>502 Bad Gateway</title></head> <body>"):
+            await one_call(server.url)
+
+
 async def test_a_foreign_error_passes_unchanged() -> None:
     error = KeyError("theirs")
     client = MagicMock()

@@ -221,7 +221,8 @@ def client_error(base_url: str, error: Exception) -> Exception:
 def _server_message(text: str) -> str:
     inner = _error_in(text)
     message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-    return str(message or text)[:500] or "(empty body)"
+    # pages of web servers have many lines
+    return " ".join(str(message or text).split())[:500] or "(empty body)"
 
 
 def _error_in(text: str) -> Any:
