@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from verifiers.inference.wire import WireObject, request_body
+from verifiers.inference.wire import WireObject, assistant_message, request_body
 
 ANSWER = {
     "id": "1",
@@ -51,3 +53,9 @@ def test_a_body_merges_extra_body_and_leaves_out_what_is_about_the_call() -> Non
         }
     )
     assert body == {"model": "m", "messages": [{"role": "user", "content": "x"}], "top_k": 5}
+
+
+def test_content_in_parts_of_a_client_that_is_called_as_it_is_becomes_the_text_that_rewards_read() -> None:
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+    said = SimpleNamespace(content=[thought, {"type": "text", "text": "4"}])
+    assert assistant_message(said) == {"role": "assistant", "content": "4"}

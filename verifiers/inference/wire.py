@@ -497,7 +497,7 @@ def assistant_message(message: Any) -> MessageRecord:
     """Return the chat message of a response as plain data; tool calls and reasoning are kept."""
     content, tool_calls = getattr(message, "content", None), getattr(message, "tool_calls", None)
     reasoning, refusal = (getattr(message, name, None) for name in ("reasoning_content", "refusal"))
-    plain = AssistantMessage(role="assistant", content=content or "")
+    plain = AssistantMessage(role="assistant", content=content_text(content))
     if isinstance(tool_calls, list) and tool_calls:
         plain["tool_calls"] = [
             call if isinstance(call, dict) else ToolCall(call.id, call.function.name, call.function.arguments)
