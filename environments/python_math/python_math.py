@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 
 import verifiers as vf
@@ -20,9 +21,13 @@ Problem = tuple[str, str]
 
 
 def boxed(text: str) -> str:
-    r"""Return the text in the last `\boxed{...}`; "" where that is missing or not closed."""
-    found = vf.extract_boxed_answer(text)
-    return "" if found == text else found
+    r"""Return the text in the last `\boxed{...}`; "" where that is missing, not closed, or of more than two numbers.
+
+    A number or a fraction has two at most. A longer expression may be the question's own, which equals its answer.
+    """
+    found = vf.extract_boxed_answer(text, strict=True)
+    numbers = re.findall(r"\d+(?:\.\d+)?", re.sub(r"\\[,;:! ]|[{},\s]", "", found))
+    return found if len(numbers) <= 2 else ""
 
 
 def prime_factors(number: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 
 import pytest
@@ -18,6 +19,15 @@ def both_answers(turn: Turn) -> str:
 
 def says_both_results(turn: Turn) -> str:
     return tagged("answer", f"{turn.answer} or 0")
+
+
+def asked_sum(turn: Turn, signs: str = "") -> str:
+    """Write the sum of fractions as it was asked for, and nothing for other questions."""
+    found = re.fullmatch(r"What is 1/(\d+) .* 1/(\d+) as one fraction .*", turn.question)
+    if found is None:
+        return ""
+    first, last = map(int, found.groups())
+    return f"\\boxed{{{signs.format(first, last) or ' + '.join(f'1/{n}' for n in range(first, last + 1))}}}"
 
 
 HACKS: list[tuple[str, str, Policy, float]] = [
@@ -53,6 +63,8 @@ HACKS: list[tuple[str, str, Policy, float]] = [
     ("python_math", "an interval", lambda turn: "\\boxed{[0, 10^{20}]}", 0.0),
     ("python_math", "a box that stays open", lambda turn: f"\\boxed{{{turn.answer}", 0.0),
     ("python_math", "the question", lambda turn: f"\\boxed{{{turn.question}}}", 0.0),
+    ("python_math", "the sum that was asked for", asked_sum, 0.0),
+    ("python_math", "the sum in signs", lambda turn: asked_sum(turn, "\\sum_{{k={}}}^{{{}}} \\frac{{1}}{{k}}"), 0.0),
 ]
 SECRETS = ["crane", "slate", "about", "house", "piano"]
 
