@@ -59,7 +59,8 @@ Would a colleague find the rewritten message polite, and does it ask for the sam
 def fits(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float:
     """Return 1.0 where at most 60 words name thing and day, and nothing looks like the judge's lines of dashes."""
     text = (parser.parse_answer(completion) or "").lower()
-    named = all(re.search(rf"\b{fact.lower()}\b", text) for fact in (info["thing"], info["day"]))
+    facts = [info["thing"], *info["day"].lower().split()]  # "by noon on Friday" says it, too
+    named = all(re.search(rf"\b{fact}\b", text) for fact in facts)
     return float(named and len(text.split()) <= MAX_WORDS and "---" not in text)
 
 
