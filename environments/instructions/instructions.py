@@ -36,16 +36,13 @@ class Kind(NamedTuple):
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"[\w']+", text.casefold())
-
-
-def parts(text: str, between: str) -> list[str]:
-    return [part for part in re.split(between, text) if part.strip()]
+    return re.findall(r"\w+(?:'\w+)*", text.casefold().replace("\u2019", "'"))
 
 
 def is_json(text: str, key: str) -> bool:
+    fenced = re.fullmatch(r"```(?:json)?\n(.*)\n```", text, re.DOTALL)
     try:
-        found = json.loads(text)
+        found = json.loads(fenced[1] if fenced else text)
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and list(found) == [key] and isinstance(found[key], str)
@@ -55,9 +52,9 @@ KINDS = {
     "at_most": Kind("Use at most {} words.", {"length"}, range(10, 21), lambda text, most: len(words(text)) <= most),
     "at_least": Kind("Use at least {} words.", {"length"}, range(20, 41), lambda text, few: len(words(text)) >= few),
     "sentences": Kind("Write exactly {} sentences.", {"shape"}, range(2, 5),
-                      lambda text, count: len(parts(text, r"[.!?]+(?:\s+|$)")) == count),
+                      lambda text, count: len(list(filter(words, re.split(r"[.!?]+(?:\s+|$)", text)))) == count),
     "bullets": Kind('Write exactly {} lines that each begin with "- ".', {"shape", "start"}, range(2, 5),
-                    lambda text, count: [line[:2] for line in parts(text, "\n")] == ["- "] * count),
+                    lambda text, count: [line[:2] for line in text.split("\n") if line.strip()] == ["- "] * count),
     "word": Kind('Use the word "{}".', {"word"}, WORDS, lambda text, word: word in words(text)),
     "twice": Kind('Use the word "{}" exactly twice.', {"word"}, WORDS,
                   lambda text, word: words(text).count(word) == 2),
@@ -67,7 +64,7 @@ KINDS = {
     "lower": Kind("Write in lower case only.", {"case"}, [""], lambda text, _: text == text.lower()),
     "upper": Kind("Write in capital letters only.", {"case"}, [""], lambda text, _: text == text.upper()),
     "begin": Kind('Begin with "{}".', {"start"}, ["Good news", "Dear friend", "In short", "Once", "Well", "Look"],
-                  lambda text, phrase: text.casefold().startswith(phrase.casefold())),
+                  lambda text, phrase: bool(re.match(rf"{phrase}\b", text, re.IGNORECASE))),
     "end": Kind('End with "{}".', {"end"}, ["the end", "thank you", "good night", "see you soon", "for you"],
                 lambda text, phrase: text.casefold().rstrip(" .!").endswith(phrase)),
     "quotes": Kind("Put the whole answer in double quotes.", {"shape", "start", "end"}, ['"'],
@@ -104,12 +101,16 @@ def make_rows(count: int, seed: str, constraints: int, held_out: bool) -> list[d
 
 
 def on_subject(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float:
-    """Return 1.0 where, apart from the prompt's own sentences, there are four different words, one the subject."""
+    """Return 1.0 where, apart from the prompt's own sentences, there are four different words, one the subject.
+
+    Its plural and possessive count, too.
+    """
     text = (parser.parse_answer(completion) or "").casefold()
     for sentence in info["sentences"]:
         text = text.replace(sentence.casefold(), " ")
-    said = set(words(text))
-    return float(len(said) >= 4 and not said.isdisjoint({info["subject"], info["subject"] + "s"}))
+    said, subject = set(words(text)), info["subject"]
+    forms = {f"{subject}{ending}" for ending in ("", "s", "es", "'s")} | {f"{subject[:-1]}ies"}
+    return float(len(said) >= 4 and not said.isdisjoint(forms))
 
 
 def constraints_kept(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float:
