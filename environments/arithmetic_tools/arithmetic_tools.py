@@ -79,7 +79,7 @@ def make_expression(rng: random.Random, steps: int) -> tuple[str, int]:
 def right_answer(parser: vf.XMLParser, completion: vf.Messages, answer: str) -> float:
     """Return 1.0 where the last message has the right value; separators of thousands do not count."""
     said = parser.parse_answer(completion[-1:]) or ""
-    return float(said.replace(",", "").replace(" ", "") == answer)
+    return float(said.replace(",", "").replace(" ", "").replace("\u2212", "-") == answer)
 
 
 def load_environment(

@@ -49,9 +49,9 @@ def look(url: str) -> list[dict[str, Any]]:
 
 
 def named(completion: list[vf.ChatMessage], answer: str) -> float:
-    """Return 1.0 where the last message is the color's name and nothing else."""
+    """Return 1.0 where the last message is the color's name and nothing else; `Red.` is `red`."""
     said = completion[-1]["content"] if completion else ""
-    return float(isinstance(said, str) and said.strip() == answer)
+    return float(isinstance(said, str) and said.strip().removesuffix(".").lower() == answer)
 
 
 def load_environment(

@@ -25,9 +25,13 @@ class DoubleCheckEnv(vf.MultiTurnEnv):
         return [{"role": "user", "content": self.doubt}]
 
 
-def answers_of(completion: vf.Messages) -> list[str | None]:
-    """Return the answer of each of the policy's messages. One without tags is None: no earlier answer counts."""
-    return [PARSER.parse_answer([message]) for message in PARSER.get_assistant_messages(completion)]
+def answers_of(completion: vf.Messages) -> list[str]:
+    """Return the answer of each of the policy's messages, without separators of thousands.
+
+    One without tags is "": no earlier answer counts.
+    """
+    said = [PARSER.parse_answer([message]) or "" for message in PARSER.get_assistant_messages(completion)]
+    return [text.replace(",", "").replace("\u2212", "-") for text in said]
 
 
 def final_right(completion: vf.Messages, answer: str) -> float:

@@ -101,8 +101,8 @@ def final_answer(completion: vf.Messages) -> str | None:
 
 
 def right_answer(completion: vf.Messages, answer: str) -> float:
-    """Return 1.0 where the rollout ended with the right amount."""
-    return float(final_answer(completion) == answer)
+    """Return 1.0 where the rollout ended with the right amount; separators of thousands do not count."""
+    return float((final_answer(completion) or "").replace(",", "") == answer)
 
 
 def tool_calls(state: vf.State) -> float:

@@ -53,7 +53,7 @@ def test_a_tool_says_its_result_or_what_is_wrong(name: str, arguments: dict[str,
 
 def test_the_answer_may_have_separators_of_thousands_but_must_be_in_the_last_message() -> None:
     env = vf.load_environment("arithmetic-tools")
-    assert shelf.reward_of(env, lambda turn: tagged("answer", f"{int(turn.answer):,}")) == 1.0
+    assert shelf.reward_of(env, lambda turn: tagged("answer", f"{int(turn.answer):,}".replace("-", "\u2212"))) == 1.0
     call = {"tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 1}}]}
 
     def answers_too_early(turn: Turn) -> dict[str, Any] | str:

@@ -24,6 +24,12 @@ def test_noise_leaves_the_mean_and_moves_the_pixels(name: str) -> None:
     assert min(found.stddev) > 20
 
 
+def test_the_name_may_be_written_as_a_sentence_and_not_among_others() -> None:
+    answers = ["red", "Red.", " RED\n", "red or blue", "redred", "Red..", ""]
+    rewards = [color_patches.named([{"role": "assistant", "content": said}], "red") for said in answers]
+    assert rewards == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_by_tool_the_patch_is_seen_in_the_tools_answer_alone() -> None:
     def looks(turn: Turn) -> dict[str, Any] | str:
         assert list(image_urls(turn.row["prompt"])) == []

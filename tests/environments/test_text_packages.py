@@ -11,7 +11,7 @@ import pytest
 import reverse_text
 import shelf
 import spell_backward
-from shelf_policies import DOUBLECHECK, PROPOSE_SOLVE, SENTENCE_REPEATER
+from shelf_policies import DOUBLECHECK, PROPOSE_SOLVE, SENTENCE_REPEATER, tagged
 
 import verifiers as vf
 
@@ -63,6 +63,7 @@ def test_doublecheck_asks_once_and_counts_the_second_answer() -> None:
     for rollout in block:
         assert [message["content"] for message in rollout.completion if message["role"] == "user"] == ["Really?"]
         assert rollout.metrics == {"final_right": 0.0, "first_right": 1.0, "changed": 1.0}
+    assert shelf.reward_of(env, lambda turn: tagged("answer", f"{int(turn.answer):,}".replace("-", "\u2212"))) == 1.0
     question, answer = doublecheck.make_problem(random.Random(0))
     assert eval(question.removeprefix("What is ").removesuffix("?")) == int(answer)
 

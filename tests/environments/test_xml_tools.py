@@ -65,3 +65,8 @@ def test_the_last_turn_may_answer() -> None:
     assert play(call, call, "<answer>ANSWER</answer>", max_turns=3).reward == 1.0
     rollout = play(call, max_turns=3)
     assert (rollout.turns, rollout.reward) == (3, 0.0)
+
+
+def test_separators_of_thousands_do_not_count() -> None:
+    env = vf.load_environment("xml-tools")
+    assert shelf.reward_of(env, lambda turn: f"<answer>{int(turn.answer):,}</answer>") == 1.0
