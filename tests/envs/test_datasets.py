@@ -186,6 +186,10 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
             [{"question": "?", "answer": value} for value in (1, None, "4", 5)],
             "Row 2 has '4' in its column 'answer', which",
         ),
+        (
+            [{"question": "?", "answer": {key: 1}} for key in "aab"],
+            "Row 2 has {'b': 1} as its answer, with other keys",
+        ),
         ([{"question": "?", "info": {"of": [1, -(2**63) - 1]}}], "in its column 'info': whole numbers"),
         ([{"question": "q \ud83d"}], "half of a character in 'q .ud83d'"),
         ([{"prompt": [ask("q")]}, {"prompt": None}], "Row 1 has no message in its 'prompt'"),
@@ -195,6 +199,15 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 def test_a_dataset_that_cannot_work_is_told_why_and_in_which_row(dataset: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         format_dataset(dataset)
+
+
+def test_answers_that_a_table_changes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    format_dataset([{"question": "?", "answer": value} for value in (4, None, 5)])
+    assert "4 becomes 4.0" not in caplog.text
+    table = format_dataset([{"question": "?", "answer": value} for value in (4, 4.5)])
+    assert str(table[0]["answer"]) == "4.0"
+    assert "4 becomes 4.0; give them as text" in caplog.text
 
 
 def test_numbers_as_tasks_are_their_texts() -> None:

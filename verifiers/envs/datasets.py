@@ -200,6 +200,7 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     columns = {name: [row.get(name) for row in rows] for name in names}
     if "prompt" in columns:
         columns["prompt"] = _with_contents_alike(columns["prompt"])
+    _check_answers(columns.get("answer", []))
     if not _is_uniform(columns.get("info", [])):
         # a table would give every dict the keys of all others; what JSON does not hold stays
         with contextlib.suppress(TypeError):
@@ -208,6 +209,18 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
         return datasets.Dataset.from_dict(columns)
     except (TypeError, ValueError, OverflowError):  # pyarrow's own errors are of these classes
         raise ConfigError(_misfit(columns)) from None
+
+
+def _check_answers(answers: Sequence[Any]) -> None:
+    """Refuse, or tell of, answers of which a table would silently make others."""
+    if not _is_uniform(answers):
+        row = bisect_left(range(len(answers)), True, key=lambda row: not _is_uniform(answers[: row + 1]))
+        raise ConfigError(
+            f"Row {row} has {answers[row]!r:.60} as its answer, with other keys than another: a table would give "
+            "each the keys of all; give answers as JSON text, or put them into info."
+        )
+    if {int, float} <= set(map(type, answers)):
+        warn_once(__name__, "Some answers are whole numbers and some are not: 4 becomes 4.0; give them as text.")
 
 
 def _with_contents_alike(prompts: list[Any]) -> list[Any]:
