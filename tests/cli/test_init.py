@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import verifiers as vf
 from verifiers.cli.init import main
 
 KINDS = ("single-turn", "multi-turn", "tool")
@@ -64,6 +65,7 @@ def test_every_template_passes_its_own_tests_as_it_is(
         assert len(names) >= 2
         for name in names:
             tests[name]()
+        assert vf.check(vf.load_environment("my_env")).is_right
     finally:
         for module in [name for name in sys.modules if name.partition(".")[0] == "my_env"]:
             del sys.modules[module]
