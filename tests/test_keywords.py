@@ -103,6 +103,9 @@ def test_reward_functions_may_have_defaults_and_class_objects_of_any_name() -> N
     [
         (lambda: environment(rubric="oops"), r"rubric is 'oops'; give a rubric, such as Rubric\(funcs="),
         (lambda: environment(message_type="chta"), "message_type is 'chta'; give 'chat' or 'completion'"),
+        (lambda: environment(rubric=vf.Rubric), "rubric is <class .*Rubric'>; give a rubric"),
+        (lambda: vf.Rubric([right], [float("nan")]), r"weights are \[nan\]; give one finite number"),
+        (lambda: vf.Rubric([right], {"right": 1.0}), r"weights are \['right'\]; give one finite"),  # type: ignore[arg-type]
         (lambda: vf.Rubric(right), "funcs is <function right .*>; give a list of functions"),  # type: ignore[arg-type]
         (lambda: vf.Rubric(["right"]), r"funcs is \['right'\]; give a list of functions"),  # type: ignore[list-item]
         (lambda: vf.ToolEnv(dataset=ROWS, tools=right), "tools is <function right .*>; give a list of functions"),  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ class Environment(ClassicCalls):
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         set_extra_keywords(self, kwargs, ("env_id", "env_args", "client", "model"))
-        if rubric is not None and not hasattr(rubric, "score_rollout"):
+        if isinstance(rubric, type) or (rubric is not None and not hasattr(rubric, "score_rollout")):
             raise ConfigError(f"rubric is {rubric!r}; give a rubric, such as Rubric(funcs=[my_reward_function]).")
         if message_type not in ("chat", "completion"):
             raise ConfigError(f"message_type is {message_type!r}; give 'chat' or 'completion'.")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from numbers import Real
 from operator import attrgetter
 from typing import Any, Self
 
@@ -324,6 +326,9 @@ class Rubric:
                 f"The rubric has {count} reward functions but {len(self.reward_weights)} weights; give each function "
                 "one weight."
             )
+        weights: list[Any] = self.reward_weights
+        if not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
+            raise ConfigError(f"The rubric's weights are {weights!r}; give one finite number a function.")
         if surplus := self.reward_weights[count:]:
             text = f"A rubric has {count} reward functions: the weights {surplus} beyond them have no effect."
             warn_once(self.logger.name, text)
