@@ -189,6 +189,12 @@ def test_what_cannot_be_one_group_is_refused_with_a_sentence() -> None:
         vf.EnvGroup([])
     with pytest.raises(ValueError, match="Number of env_names must match number of envs: 1 names"):
         vf.EnvGroup([chat, chat], ["x"])
+    with pytest.raises(ValueError, match="envs hold 'wordle'; give environments"):
+        vf.EnvGroup([chat, "wordle"])  # type: ignore[list-item]
+    for one, other in ((4, 4.5), ({"a": 1}, {"b": 2})):
+        envs = [vf.SingleTurnEnv(dataset=[{"question": "a", "answer": answer}]) for answer in (one, other)]
+        with pytest.raises(ValueError, match="The column 'answer' holds different things"):
+            vf.EnvGroup(envs)
     with pytest.raises(ValueError, match="must all be different"):
         vf.EnvGroup([chat, chat], ["x", "x"])
     with pytest.raises(ValueError, match=r"'env_0' is chat, 'env_1' is completion.*make a group of each"):

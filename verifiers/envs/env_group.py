@@ -107,7 +107,10 @@ def _concatenated(parts: Mapping[str, Dataset]) -> Dataset:
             # one struct type cannot hold two kinds of info without giving each the other's fields
             values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
         try:
-            joined = joined.add_column(column, pyarrow.array(values))
+            array = pyarrow.array(values)
+            if column == "answer" and repr(array.to_pylist()) != repr(values):
+                raise pyarrow.ArrowInvalid("4 beside 4.5 would become 4.0, and each dict get the keys of all")
+            joined = joined.add_column(column, array)
         except pyarrow.ArrowException as error:
             named = ", ".join(f"{kind} in {name!r}" for name, kind in kinds[column].items())
             raise ConfigError(
@@ -211,6 +214,9 @@ class EnvGroup(Environment):
     def _check_members(self) -> None:
         if not self.envs:
             raise ConfigError("EnvGroup requires at least one environment; give a list of them.")
+        stranger = next((env for env in self.envs if not hasattr(env, "message_type")), None)
+        if stranger is not None:
+            raise ConfigError(f"A group's envs hold {stranger!r}; give environments, such as load_environment(name).")
         if len(self.env_names) != len(self.envs):
             raise ConfigError(
                 f"Number of env_names must match number of envs: {len(self.env_names)} names were given for "
