@@ -156,7 +156,14 @@ def test_wrong_arguments_name_the_accepted_ones(add_module: AddModule) -> None:
         load_environment("my-bare", words=3)
 
 
-@pytest.mark.parametrize("made", ["async def load_environment(): return 1", "def load_environment(): return object"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        "async def load_environment(): return 1",
+        "def load_environment(): return object",
+        "def load_environment(): return [{'question': '?'}]",
+    ],
+)
 def test_what_is_no_environment_yet_is_told_so(add_module: AddModule, made: str) -> None:
     add_module("my_spelling", made)
     with pytest.raises(ConfigError, match="it must return an environment itself"):

@@ -63,10 +63,8 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         raise EnvironmentLoadError(
             f"The environment {env_id!r} could not be made: {type(error).__name__}: {error}{_raised_at(error)}"
         ) from error
-    if env is None:
-        raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
-    if isinstance(env, type) or inspect.iscoroutine(env):
-        if not isinstance(env, type):
+    if env is None or isinstance(env, (type, list, dict)) or inspect.iscoroutine(env):
+        if inspect.iscoroutine(env):
             env.close()
         text = f"load_environment of {env_id!r} returned {env!r:.100}; it must return an environment itself."
         raise ConfigError(text)
