@@ -69,7 +69,6 @@ async def polite(
     parser: vf.Parser,
     prompt: vf.Messages,
     completion: vf.Messages,
-    answer: str,
     state: vf.State,
     info: vf.Info,
 ) -> float:
@@ -80,7 +79,7 @@ async def polite(
     """
     if not fits(parser, completion, info):
         return 0.0
-    return float(await verdict(prompt, completion, answer, state, parse=parse_yes_no))
+    return float(await verdict(prompt, completion, "", state, parse=parse_yes_no))
 
 
 def load_environment(

@@ -11,6 +11,7 @@ from shelf import Policy, Turn
 from shelf_policies import JUDGED_REWRITE
 
 import verifiers as vf
+from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Rollout
 from verifiers.testing import FakeOpenAIServer
 
@@ -34,6 +35,12 @@ def test_the_judge_is_any_endpoint_with_its_own_model_and_key(monkeypatch: pytes
     assert rollout.prompt[-1]["content"] in message["content"]
     assert f"----------\n{rollout.completion[-1]['content']}\n----------" in message["content"]
     assert rollout.reward == 1.0
+
+
+def test_rows_without_answers_are_warned_of_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    assert len(vf.load_environment("judged-rewrite").get_dataset()) == 600
+    assert caplog.text == ""
 
 
 def test_the_time_may_stand_before_the_day() -> None:
