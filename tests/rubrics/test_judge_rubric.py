@@ -12,6 +12,7 @@ import pytest
 import verifiers as vf
 from verifiers.errors import ConfigError, GradingError
 from verifiers.inference.endpoint import ClientBackend
+from verifiers.keywords import warn_once
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rubrics.judge_rubric import judge_yes_no, parse_yes_no
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
@@ -72,6 +73,15 @@ async def test_a_template_that_cannot_be_filled_says_what_it_may_have() -> None:
     text = await error_of(rubric)
     assert "it may have {question}, {answer}, {response}" in text
     assert "KeyError: 'qestion'" in text
+
+
+def test_a_template_that_hides_the_response_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    vf.JudgeRubric(judge_client=FakeClient())
+    vf.RankingRubric(judge_client=FakeClient())
+    assert caplog.text == ""
+    vf.JudgeRubric(judge_client=FakeClient(), judge_prompt="Is it polite? Answer yes or no.")
+    assert "the judge is not shown what the policy said" in caplog.text
 
 
 async def test_arguments_are_sent_as_the_chat_api_wants_them() -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from verifiers.errors import ConfigError, GradingError, ModelError
 from verifiers.inference.endpoint import CHAT, Backend, ClientBackend, single_backend_for
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry
+from verifiers.keywords import warn_once
 from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser, after_last_thought
@@ -227,6 +228,9 @@ class JudgeRubric(Rubric):
         self.judge_model = judge_model
         self.judge_sampling_args = dict(judge_sampling_args or {})
         self.judge_prompt = judge_prompt
+        if "{response" not in judge_prompt:
+            text = "A judge_prompt has no {response}: the judge is not shown what the policy said."
+            warn_once(self.logger.name, text)
         self.judge_timeout_s = judge_timeout_s
         self.judge_tries = judge_tries
         self._judge_gate = Gate(judge_max_concurrent)
