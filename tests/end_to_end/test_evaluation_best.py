@@ -79,6 +79,22 @@ def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
     assert trainer.state.best_global_step == 1
 
 
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_the_learning_rate_falls_where_the_reward_does_and_not_where_it_rises(
+    make_trainer: Callable[..., Any], server: Any, schedule: str
+) -> None:
+    settings = {**EVERY_STEP, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": {"patience": 0, "min_lr": 0.0}}
+    rates = []
+    for step in (0.2, -0.2):
+        env = by_weights(server, {number: 0.5 + step * number / 2 for number in range(1, 5)})
+        trainer = make_trainer(tiny_world.single_turn(), eval_env=env, **settings)
+        trainer.train()
+        rates.append(trainer.logged("learning_rate"))
+    rising, falling = rates
+    assert rising == sorted(rising)
+    assert falling[-1] < falling[0]
+
+
 # -- a run that is cut -------------------------------------------------------------------------------------------
 
 

@@ -245,6 +245,11 @@ class GRPOConfig(trl.GRPOConfig):
         # TRL demands that its own evaluation batch divides; ours goes through the rollout server instead
         self.per_device_eval_batch_size = self.num_generations_eval
         super().__post_init__()
+        if self.rate_needs_metric:
+            # torch's own mode takes a rising reward for one that no longer improves
+            mode = "max" if self.greater_is_better else "min"
+            options: Any = self.lr_scheduler_kwargs or {}
+            self.lr_scheduler_kwargs = {"mode": mode, **options}
         own = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
         refuse_biased_sampling(self, "the trainer", own)
         self._made = self._settings()
