@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import run_curriculum
 import tiny_world
 from transformers import TrainerCallback
 
 from verifiers.monitoring.history import read_history
 from verifiers.monitoring.run_log import SAMPLES, read_lines, read_run
 from verifiers.monitoring.stage_timer import STAGES
+from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.checkpoint import mark_complete
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -127,6 +129,30 @@ def test_steps_that_no_log_was_due_for_are_in_the_record_too(
     assert history.time.steps == 5
     blocks = list(read_lines(Path(trainer.args.output_dir) / "metrics.jsonl"))
     assert sum(line["rollouts/launched"] * line["steps"] for line in blocks) == 5 * 8
+
+
+def test_a_log_of_several_blocks_has_counts_over_all_of_them_and_tells_where_the_run_stands_now(
+    make_fake_trainer: Callable[..., Any],
+) -> None:
+    def some_fail(body: Mapping[str, Any]) -> Any:
+        return tiny_world.letters(body, fails=0.1)
+
+    logs: list[list[dict[str, float]]] = []
+    with FakeOpenAIServer(some_fail) as fake:
+        for every in (1, 6):
+            curriculum = run_curriculum.three_stages(2, 4)
+            settings = {"curriculum": curriculum, "max_steps": 6, "logging_steps": every}
+            trainer = make_fake_trainer(run_curriculum.environment(), fake.url, **settings)
+            trainer.train()
+            logs.append([entry for entry in trainer.state.log_history if "reward" in entry])
+    blocks, (log,) = logs
+    for name in ("rows/dropped/provider_error", "tasks/d0/prompts", "tasks/d2/failed"):
+        counts = [block.get(name, 0.0) for block in blocks]
+        assert log[name] == pytest.approx(sum(counts) / 6)
+        assert any(name not in block for block in blocks)
+        assert any(counts)
+    assert log["rows/dropped/provider_error"] == log["rows/dropped"]
+    assert [log[name] for name in ("num_tokens", "curriculum/stage")] == [blocks[-1]["num_tokens"], 2.0]
 
 
 def test_tensorboard_is_given_every_number_that_the_record_has(

@@ -32,7 +32,7 @@ from verifiers.interrupt import Termination
 from verifiers.keywords import parameter_names
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
+from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table, fill_counts, note_values
 from verifiers.train.batching.demonstrations import Demonstrations
 from verifiers.train.batching.rollout_session import RolloutPrefetcher, RolloutSession
 from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
@@ -411,8 +411,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._log_values({"sampling/probe_difference": difference})
 
     def _log_values(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        note_values(self._metrics["train"], metrics)
 
     # -- loss ---------------------------------------------------------------------------------------------
 
@@ -468,6 +467,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Log as TRL does, with what micro-batches measured joined over ranks, and the trainer's time by stage."""
         if self.model.training:
             self._log_values(self.loss_metrics.take(self.ranks))
+            fill_counts(self._metrics["train"])
             # the log of a run's end has the steps since the last one
             if "loss" in logs or "train_runtime" in logs:
                 logs.update(self.monitor.interval(self.state.global_step))

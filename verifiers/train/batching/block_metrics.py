@@ -7,7 +7,8 @@ tokens that did not fail. Counts are counts, so that ranks and blocks can be add
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -22,6 +23,12 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.batching.micro_batches import DEMONSTRATION, all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Outcome, RolloutKey
+
+_STANDS = ("num_tokens", "curriculum/", "sampling/probe_difference")
+"""How metrics begin that tell where the run stands and not what a block was."""
+
+_COUNT = re.compile("rows/dropped/.+|rows/demonstrations|tasks/.+/(prompts|failed)")
+"""Counts that a block has only where they are not 0."""
 
 
 def block_metrics(
@@ -274,6 +281,21 @@ def curriculum_metrics(plan: BatchPlan, block: ScoredBlock) -> dict[str, float]:
         return source.metrics()
     first_update = block.block_id * plan.updates_per_block
     return {"curriculum/stage": float(sum(step <= first_update for step in source.until_steps))}
+
+
+def note_values(noted: dict[str, list[float]], metrics: Mapping[str, float]) -> None:
+    """Keep values for the next log, which takes their mean; of those that tell where the run stands, the newest."""
+    for name, value in metrics.items():
+        before = [] if name.startswith(_STANDS) else noted[name]
+        noted[name] = [*before, value]
+
+
+def fill_counts(noted: Mapping[str, list[float]]) -> None:
+    """Add a 0 to each count for each block that has nothing of it, so that the mean is over all blocks."""
+    blocks = len(noted.get("rows/dropped", ()))
+    for name, values in noted.items():
+        if _COUNT.fullmatch(name):
+            values += [0.0] * (blocks - len(values))
 
 
 def block_tokens(block: ScoredBlock) -> int:
