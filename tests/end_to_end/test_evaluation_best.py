@@ -50,6 +50,20 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(make_trainer: Callabl
     assert any(not torch.equal(best[name], last[name]) for name in best)
 
 
+@pytest.mark.parametrize("best", [1, 3])
+def test_the_best_is_saved_and_loaded_also_where_no_checkpoint_was_due(
+    make_trainer: Callable[..., Any], server: Any, best: int
+) -> None:
+    scores = {1: 0.2, 2: 0.3, 3: 0.1, 4: 0.25} | {best: 0.9}
+    settings = {**EVERY_STEP, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=by_weights(server, scores), **settings)
+    trainer.train()
+    directory = Path(trainer.args.output_dir) / f"checkpoint-{best}"
+    assert trainer.state.best_model_checkpoint == str(directory)
+    saved = load_file(directory / "model.safetensors")
+    assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in saved.items())
+
+
 def test_saving_the_best_alone_saves_when_an_evaluation_is_the_best_so_far(
     make_trainer: Callable[..., Any], server: Any
 ) -> None:

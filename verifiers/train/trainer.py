@@ -516,7 +516,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         decide = functools.partial(super()._determine_best_metric, metrics, trial)
-        return self.evaluator.is_best(decide, metrics)
+        is_best = self.evaluator.is_best(decide, metrics)
+        if is_best and self.args.load_best_model_at_end:
+            # evaluations may be more frequent than checkpoints, and only what is saved can be loaded
+            self.control.should_save = True
+        return is_best
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
