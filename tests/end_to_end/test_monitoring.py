@@ -131,6 +131,17 @@ def test_steps_that_no_log_was_due_for_are_in_the_record_too(
     assert sum(line["rollouts/launched"] * line["steps"] for line in blocks) == 5 * 8
 
 
+def test_steps_before_the_checkpoint_that_a_run_resumes_from_are_in_the_record_though_no_log_was_due(
+    make_trainer: Callable[..., tiny_world.ObservedTrainer], tmp_path: Path
+) -> None:
+    settings = {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "output_dir": tmp_path}
+    tiny_world.stop(make_trainer(tiny_world.single_turn(), **settings), 5)
+    make_trainer(tiny_world.single_turn(), **settings).train(resume_from_checkpoint=True)
+    history = read_history(tmp_path)
+    assert list(history.steps) == [3, 4, 6]
+    assert history.time.steps == 6
+
+
 def test_a_log_of_several_blocks_has_counts_over_all_of_them_and_tells_where_the_run_stands_now(
     make_fake_trainer: Callable[..., Any],
 ) -> None:

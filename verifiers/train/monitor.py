@@ -298,6 +298,9 @@ class MonitorCallback(TrainerCallback):
             torch.cuda.current_stream(self._device).synchronize()
         self._monitor.timer.switch("rest")
         self._monitor.note_step()
+        # what resumes from a checkpoint does not meet the steps before it again
+        if control.should_save and args.logging_strategy != "no":
+            control.should_log = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # metrics.jsonl has all of them; in memory and in every checkpoint's trainer_state.json they would pile up
