@@ -43,7 +43,12 @@ class GrowingText:
         if text.endswith(_REPLACEMENT) or self._is_byte(token):
             # Genuine replacement characters are given out with the token that follows.
             return "", text.rstrip(_REPLACEMENT)
-        self._ids = self._ids[self._context_ids :]
+        newest = self._ids[self._context_ids :]
+        if self._decode(newest):
+            self._ids = newest
+        elif not text and (context or token in self._ids[:-1]):
+            # A special token, left out of texts: as the context, it would make the next word lose its space.
+            self._ids.pop()
         self._context_ids = len(self._ids)
         return text, ""
 

@@ -39,9 +39,11 @@ def tokenizer_of(pieces: Sequence[str], special: Sequence[str] = (), template: s
         ["o", "k", "<0xC3>", "<0xA9>", "<0xFF>", "\u2581then", "n"],
         ["o", "<0x45>", "<0x4E>", "<0x44>", "<0xFF>", "X"],
         ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "o"],
+        ["o", "</s>", "\u2581then", "</s>", "</s>", "\u2581then"],
+        ["\u2581", "</s>", "\u2581then", "\u2581", "<unk>", "\u2581then"],
     ],
 )
-def test_a_text_grows_to_the_whole_one_where_a_byte_is_no_character(pieces: list[str]) -> None:
+def test_a_text_grows_to_the_whole_one_where_bytes_are_no_character_and_tokens_no_text(pieces: list[str]) -> None:
     text = ChatText(tokenizer_of(["\u2581then", "\u2581", *"oknX"]))
     ids = text._tokenizer.convert_tokens_to_ids(pieces)
     growing = GrowingText(text.decode, text.is_byte)
