@@ -208,7 +208,9 @@ class ChatText:
         """Strings behind which a completion's text must be whole before its calls can be read; "" for all."""
         if self.tool_format in WHOLE:
             return ("",)
-        return ("<tool_call>", "\n<tool_call>") if self.tool_format else ()
+        # marks that are special tokens are left out of an answer in which no call can be read
+        special = (self._special[token] for token in self._marks)
+        return ("<tool_call>", "\n<tool_call>", *special) if self.tool_format else ()
 
     def read(self, marked: str, said: str, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> Answer:
         """Return a completion as content, reasoning, and calls of tools where there are any.

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
+from verifiers_embedded.engine.generation import Generation
 from verifiers_embedded.engine.stopping import GrowingText, StopMatcher
 from verifiers_embedded.routes.answers import text_logprobs
+from verifiers_embedded.routes.events import ChatWriter
+from verifiers_embedded.routes.requests import ChatRequest
 from verifiers_embedded.text.prompts import ChatText
 from verifiers_embedded.text.tool_calls import ToolCall, parameters_of
 
@@ -96,6 +99,18 @@ def test_calls_are_read_where_their_marks_and_ends_are_special_tokens(
     assert [ToolCall(call.name, call.arguments.replace(" ", "")) for call in answer.calls] == [
         ToolCall("f", '{"a":1}')
     ]
+
+
+def test_a_stream_leaves_out_a_special_mark_without_a_call_as_the_whole_answer_does() -> None:
+    said = "so</tool_call>then"
+    text = ChatText(tokenizer_of(sorted({*said, "\u2581"}), TAGS, "{{ tools }}<tool_call>"))
+    request = ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], tools=TOOLS)
+    ids = text._tokenizer.encode(said, add_special_tokens=False)
+    writer = ChatWriter(request, [2], text)
+    events = [writer.more(0, [token], [-1.0], [[]]) for token in ids]
+    events += writer.last(0, Generation(ids, [-1.0] * len(ids), "stop", []))
+    sent = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert sent == text.decode(ids) == "so then"
 
 
 def test_parameters_are_found_in_tools_with_and_without_a_schema() -> None:
