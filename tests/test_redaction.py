@@ -75,6 +75,7 @@ def test_a_password_of_words_is_a_secret_where_it_is_named_one() -> None:
 @pytest.mark.parametrize("proxy", ["http://me:passphrase@proxy:3128", "me:passphrase@proxy:3128/"])
 def test_user_and_password_of_a_proxy_are_a_secret_together(proxy: str) -> None:
     redact = Redactor(secrets_of_run("http://h/v1", "", {}, environ={"https_proxy": proxy, "no_proxy": "a.example"}))
+    assert "me" not in secrets_of_run("http://h/v1", "", {}, environ={"https_proxy": "http://me@proxy:3128"})
     text = "407 of http://{}@proxy:3128 to a.example; say the passphrase"
     assert redact(text.format("me:passphrase")) == text.format("***")
 

@@ -148,9 +148,10 @@ def secrets_of_run(
         is_long = len(value) >= _SHORTEST_ELSEWHERE and not _is_of_words(value)
         if _SECRET_NAME.search(name) and is_long and not os.path.exists(value):
             found.append(value)
-        if name.lower().endswith("_proxy") and "@" in value:
+        if name.lower().endswith("_proxy"):
             # with the user: by itself, a password may be a word of any text
-            found.append(value.rpartition("@")[0].rpartition("/")[2])
+            login = value.rpartition("@")[0].rpartition("/")[2]
+            found += [login] if ":" in login else []
     return found
 
 

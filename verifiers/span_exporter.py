@@ -103,25 +103,37 @@ def main(url: str) -> None:
     failed = Status(code=Status.STATUS_CODE_ERROR)
 
     def value(given: Any) -> dict[str, Any]:
+        if isinstance(given, list):
+            return {"array_value": {"values": [value(one) for one in given]}}
         kind = kinds.get(type(given))
-        return {kind: given} if kind else {"array_value": {"values": [value(one) for one in given]}}
+        return {kind: given} if kind else {"string_value": str(given)}
 
     def encoded(spans: list[Any]) -> Any:
         del together[:]
         for name, trace, span, above, began, ended, given in spans:
-            together.add(
-                name=name,
-                trace_id=trace.to_bytes(16),
-                span_id=span.to_bytes(8),
-                parent_span_id=above.to_bytes(8) if above else b"",
-                start_time_unix_nano=began,
-                end_time_unix_nano=ended,
-                attributes=[{"key": key, "value": value(one)} for key, one in given.items() if one is not None],
-                kind=Span.SPAN_KIND_CLIENT if "gen_ai.provider.name" in given else Span.SPAN_KIND_INTERNAL,
-                status=failed if given.get("error.type") else None,
-            )
+            options: dict[str, Any] = {"trace_id": trace.to_bytes(16), "span_id": span.to_bytes(8)}
+            if above:
+                options["parent_span_id"] = above.to_bytes(8)
+            if given.get("error.type"):
+                options["status"] = failed
+            attributes = [{"key": key, "value": value(one)} for key, one in given.items() if one is not None]
+            try:
+                made = Span(
+                    name=name,
+                    start_time_unix_nano=began,
+                    end_time_unix_nano=ended,
+                    attributes=attributes,
+                    kind=Span.SPAN_KIND_CLIENT if "gen_ai.provider.name" in given else Span.SPAN_KIND_INTERNAL,
+                    **options,
+                )
+            except ValueError as error:
+                # a server's number of over 64 bits, or half of a character
+                logging.error("the span %r: %s", name, error)
+            else:
+                together.append(made)
         return around
 
+    # the exporter's way to bytes has no other door; retries, headers and compression behind it stay its own
     trace_exporter.encode_spans = encoded  # type: ignore[assignment]
     exporter = trace_exporter.OTLPSpanExporter(url.rstrip("/").removesuffix("/v1/traces") + "/v1/traces")
 

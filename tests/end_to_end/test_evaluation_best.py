@@ -18,6 +18,7 @@ from transformers import EarlyStoppingCallback
 import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.evals.store import read_run
+from verifiers.monitoring.history import read_history
 from verifiers.train.checkpoint.run_directory import newest_complete
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
@@ -91,6 +92,19 @@ def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
     trainer.train()
     assert [entry["step"] for entry in logged_evaluations(trainer)] == [1, 2]
     assert trainer.state.best_global_step == 1
+
+
+def test_steps_before_the_best_are_in_the_record_of_the_run_that_resumes_from_it(
+    make_trainer: Callable[..., Any], server: Any, tmp_path: Path
+) -> None:
+    env = by_weights(server, {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.25, 5: 0.2, 6: 0.1})
+    settings = {**EVERY_STEP, "max_steps": 6, "save_strategy": "best", "logging_steps": 6, "output_dir": tmp_path}
+    tiny_world.stop(make_trainer(tiny_world.single_turn(), eval_env=env, **settings), 4)
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=env, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    history = read_history(tmp_path)
+    assert list(history.steps) == [1, 2, 3, 4, 5, 6]
+    assert history.time.steps == 6
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])

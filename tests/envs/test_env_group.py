@@ -182,6 +182,10 @@ def test_columns_that_differ_are_brought_together() -> None:
     assert requests[0].prompt == [{"role": "user", "content": "a"}]
 
 
+def answering(answer: Any) -> vf.Environment:
+    return vf.SingleTurnEnv(dataset=[{"question": "a", "answer": answer}])
+
+
 def test_what_cannot_be_one_group_is_refused_with_a_sentence() -> None:
     chat, text = vf.SingleTurnEnv(dataset=rows("a")), vf.SingleTurnEnv(dataset=rows("a"), message_type="completion")
     numbered = vf.SingleTurnEnv(dataset=[{"question": "a", "answer": 4}])
@@ -192,9 +196,9 @@ def test_what_cannot_be_one_group_is_refused_with_a_sentence() -> None:
     with pytest.raises(ValueError, match="envs hold 'wordle'; give environments"):
         vf.EnvGroup([chat, "wordle"])  # type: ignore[list-item]
     for one, other in ((4, 4.5), ({"a": 1}, {"b": 2})):
-        envs = [vf.SingleTurnEnv(dataset=[{"question": "a", "answer": answer}]) for answer in (one, other)]
         with pytest.raises(ValueError, match="The column 'answer' holds different things"):
-            vf.EnvGroup(envs)
+            vf.EnvGroup([answering(one), answering(other)])
+    vf.EnvGroup([answering({"a": 1, "b": 2}), answering({"b": 2, "a": 3})])
     with pytest.raises(ValueError, match="must all be different"):
         vf.EnvGroup([chat, chat], ["x", "x"])
     with pytest.raises(ValueError, match=r"'env_0' is chat, 'env_1' is completion.*make a group of each"):

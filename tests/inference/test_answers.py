@@ -62,6 +62,7 @@ async def test_arguments_of_tool_calls_are_text(arguments: Any, text: str) -> No
         ('{"a":  1}', '{"a":  1}'),
         ('{"a": "cut o', '{"not_json": "{\\"a\\": \\"cut o"}'),
         ("[1]", '{"not_json": "[1]"}'),
+        ("", "{}"),
         ("[" * 9_000, json.dumps({"not_json": "[" * 9_000})),
         ({"a": 1}, {"a": 1}),
     ],

@@ -307,6 +307,7 @@ async def test_an_answer_with_nothing_in_it_is_a_failure(body: dict[str, Any]) -
         ("abort", None),
         ("insufficient_system_resource", None),
         (None, {"code": 502, "message": "the provider hung up"}),
+        (None, "it hung up"),
     ],
 )
 async def test_an_answer_that_the_server_broke_off_is_a_failed_try_and_not_the_models(

@@ -219,6 +219,7 @@ async def test_a_verdict_that_stays_unreadable_is_a_failed_grade() -> None:
         ("There is no doubt. The answer is: Yes!", True),
         ("<think>yes? no.</think> yes", True),
         ("<think>There is no unit, but the number", None),
+        ("The response leaves its <think> tag open. No", False),
         ("maybe", None),
         ("nothing yesterday", None),
     ],

@@ -108,7 +108,7 @@ def _concatenated(parts: Mapping[str, Dataset]) -> Dataset:
             values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
         try:
             array = pyarrow.array(values)
-            if column == "answer" and repr(array.to_pylist()) != repr(values):
+            if column == "answer" and _as_text(array.to_pylist()) != _as_text(values):
                 raise pyarrow.ArrowInvalid("4 beside 4.5 would become 4.0, and each dict get the keys of all")
             joined = joined.add_column(column, array)
         except pyarrow.ArrowException as error:
@@ -118,6 +118,10 @@ def _concatenated(parts: Mapping[str, Dataset]) -> Dataset:
                 "one type, for instance text."
             ) from error
     return joined
+
+
+def _as_text(values: list[Any]) -> str:
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 class EnvGroupRubric(Rubric):

@@ -221,7 +221,7 @@ class HttpBackend:
             raise ConfigError(
                 "stream=True was asked of a rollout's client, which records whole answers; leave it out."
             )
-        if path == CHAT:
+        if path == CHAT and isinstance(body.get("messages"), list):
             body["messages"] = [with_readable_calls(message) for message in body["messages"]]
         data = await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout"))
         return WireObject(self.read(data, path, "message" if path == CHAT else "text"))

@@ -236,7 +236,7 @@ def _error_in(text: str) -> Any:
 
 def reason(error: BaseException) -> str:
     """Return the words of an error; an address in them, such as a proxy's, loses its user and password."""
-    return re.sub(r"(?<=://)[^/\s]*@", "", str(error)) or type(error).__name__
+    return re.sub(r"(?<=://)[^/?#\s]*@", "", str(error)) or type(error).__name__
 
 
 # -- prompts that do not fit the model's context, in the words of the servers there are ----------------------------

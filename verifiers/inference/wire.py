@@ -458,14 +458,15 @@ def with_readable_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _readable_call(call: Any) -> Any:
     function = message_field(call, "function")
     text = message_field(function, "arguments")
-    if not isinstance(text, str) or not isinstance(call, Mapping):
+    if not (isinstance(text, str) and isinstance(call, Mapping) and isinstance(function, Mapping)):
         return call
     try:
         if isinstance(json.loads(text), dict):
             return call
     except (ValueError, RecursionError):
         pass
-    return {**call, "function": {**function, "arguments": json.dumps({"not_json": text})}}
+    mended = json.dumps({"not_json": text}) if text.strip() else "{}"
+    return {**call, "function": {**function, "arguments": mended}}
 
 
 def _message_dict(message: Any) -> Any:
@@ -556,7 +557,7 @@ def read_completion(
         for choice in choices:
             ended, failure = choice.get("finish_reason"), choice.get("error")
             if failure or ended in _BROKEN_OFF:
-                said = (failure or {}).get("message") or ended
+                said = message_field(failure, "message") or failure or ended
                 raise RetryableError(f"{url} answered with a choice that failed: {said!r:.300}")
             if not isinstance(ended, str):
                 choice["finish_reason"] = None

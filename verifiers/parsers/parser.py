@@ -104,7 +104,7 @@ class ThinkParser(Parser):
 
     def parse(self, text: str) -> Any:
         """Return what `extract_fn` makes of the text after the last `</think>`; of "" where there is no such tag."""
-        return self.extract_fn(after_last_thought(text) if CLOSE in text else "")
+        return self.extract_fn(_after_last_thought(text) if CLOSE in text else "")
 
     def get_format_reward_func(self) -> Callable[..., float]:
         """Return a reward function: the share of assistant messages with think tags and an answer after them.
@@ -124,11 +124,15 @@ class MaybeThinkParser(ThinkParser):
 
     def parse(self, text: str) -> Any:
         """Return what `extract_fn` makes of the text after the last `</think>`, or of the whole text without one."""
-        return self.extract_fn(after_last_thought(text))
+        return self.extract_fn(_after_last_thought(text))
 
 
-def after_last_thought(text: str) -> str:
-    """Return what a text says behind its last closed thought; nothing of one that was cut off counts."""
+def after_thought(text: str) -> str:
+    """Return what a judge says behind its thoughts, in which it may write of such tags; "" of a thought cut off."""
+    return "" if text.lstrip().startswith(OPEN) and CLOSE not in text else text.rpartition(CLOSE)[2]
+
+
+def _after_last_thought(text: str) -> str:
     return without_open_thought(text).rpartition(CLOSE)[2].strip()
 
 

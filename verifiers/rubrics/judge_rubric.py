@@ -19,7 +19,7 @@ from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.keywords import warn_once
 from verifiers.log import url_without_secrets
 from verifiers.loop_thread import run_blocking
-from verifiers.parsers.parser import Parser, after_last_thought
+from verifiers.parsers.parser import Parser, after_thought
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import SingleFlight, signature_of
 from verifiers.types import Messages, RewardFunc, State, content_text, message_field, message_text
@@ -406,7 +406,7 @@ def parse_yes_no(text: str) -> bool:
     Raises:
         ValueError: it says neither, or both.
     """
-    words = re.findall(r"[a-z]+", after_last_thought(text).lower())
+    words = re.findall(r"[a-z]+", after_thought(text).lower())
     ends = {word for word in (*words[:1], *words[-1:]) if word in ("yes", "no")}
     said = ends or {word for word in words if word in ("yes", "no")}
     if len(said) != 1:

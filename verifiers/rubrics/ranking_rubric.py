@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError
-from verifiers.parsers.parser import Parser, after_last_thought
+from verifiers.parsers.parser import Parser, after_thought
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.types import Messages, RewardFunc, State
 
@@ -142,7 +142,7 @@ def parse_ranking(text: str, labels: Sequence[str]) -> list[list[str]]:
     Raises:
         ValueError: there is no such line.
     """
-    for line in reversed(after_last_thought(text).splitlines()):
+    for line in reversed(after_thought(text).splitlines()):
         ranking = re.sub(r"[*`\[\]\s.\"']", "", line.rpartition(":")[2]).replace(",", ">")
         tiers = [tier.split("=") for tier in ranking.split(">")]
         if sorted(itertools.chain.from_iterable(tiers)) == sorted(labels):

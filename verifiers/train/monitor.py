@@ -299,7 +299,8 @@ class MonitorCallback(TrainerCallback):
         self._monitor.timer.switch("rest")
         self._monitor.note_step()
         # what resumes from a checkpoint does not meet the steps before it again
-        if control.should_save and args.logging_strategy != "no":
+        may_save = control.should_evaluate and (args.load_best_model_at_end or args.save_strategy == "best")
+        if (control.should_save or may_save) and args.logging_strategy != "no":
             control.should_log = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

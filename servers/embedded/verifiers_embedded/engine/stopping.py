@@ -30,7 +30,7 @@ class GrowingText:
     def __init__(self, decode: Decode, is_byte: IsByte = no_byte) -> None:
         self._decode, self._is_byte = decode, is_byte
         self._ids: list[int] = []
-        self._context_ids = 0
+        self._context_ids, self._context = 0, ""
 
     def push(self, token: int) -> tuple[str, str]:
         """Take the next token; return the text that is now certain.
@@ -38,15 +38,18 @@ class GrowingText:
         Where a character may be incomplete, the text before it follows, which will be part of a later certain text.
         """
         self._ids.append(token)
-        context = self._decode(self._ids[: self._context_ids])
-        text = self._decode(self._ids)[len(context) :]
+        text = self._decode(self._ids)[len(self._context) :]
         if text.endswith(_REPLACEMENT) or self._is_byte(token):
             # Genuine replacement characters are given out with the token that follows.
             return "", text.rstrip(_REPLACEMENT)
         newest = self._ids[self._context_ids :]
-        if self._decode(newest):
-            self._ids = newest
-        elif not text and (context or token in self._ids[:-1]):
+        if alone := self._decode(newest):
+            self._ids, self._context = newest, alone
+        elif text:
+            # A space that a text does not begin with: it is one only behind the token before it.
+            self._ids = self._ids[-2:]
+            self._context = self._decode(self._ids)
+        elif self._context or token in self._ids[:-1]:
             # A special token, left out of texts: as the context, it would make the next word lose its space.
             self._ids.pop()
         self._context_ids = len(self._ids)

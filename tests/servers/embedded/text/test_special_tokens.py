@@ -53,6 +53,21 @@ def test_a_text_grows_to_the_whole_one_where_bytes_are_no_character_and_tokens_n
     assert "".join(growing.push(token)[0] for token in ids) == text.decode(ids)
 
 
+def test_a_long_run_of_spaces_is_decoded_a_few_tokens_at_a_time() -> None:
+    text = ChatText(tokenizer_of(["\u2581then", "\u2581"]))
+    lengths: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        lengths.append(len(ids))
+        return text.decode(ids)
+
+    ids = text._tokenizer.convert_tokens_to_ids(["\u2581then", *["\u2581"] * 50, "\u2581then"])
+    for starts in (0, 1):
+        growing = GrowingText(decode)
+        assert "".join(growing.push(token)[0] for token in ids[starts:]) == text.decode(ids[starts:])
+    assert max(lengths) <= 4
+
+
 def test_a_stop_string_is_found_in_bytes_as_they_come() -> None:
     text = ChatText(tokenizer_of([*"oknX"]))
     matcher = StopMatcher(text.decode, ["END"], text.is_byte)
