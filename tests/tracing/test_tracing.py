@@ -24,7 +24,6 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.span_exporter import SpanExporter
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import RolloutKey
 
@@ -97,19 +96,6 @@ def test_an_evaluation_is_a_tree_of_groups_rollouts_turns_calls_and_rewards(
     assert collector.named("group")[0].attributes["verifiers.rewards"] == [1.5]
     assert not any(span.failed for span in collector.spans)
     assert "question" not in str(collector.spans)
-
-
-def test_a_span_that_cannot_be_sent_is_told_of_and_takes_no_other_with_it(collector: Collector, capfd: Any) -> None:
-    exporter = SpanExporter(collector.url, 10)
-    odd = {"large": {"a": 2**70}, "listed": {"a": [1, None]}, "object": {"a": {"b": 1}}, "half": {"a": "\ud83d"}}
-    exporter.ended.extend((name, 1, 2, 0, 3, 4, given) for name, given in odd.items())
-    exporter.close()
-    assert {span.name: span.attributes for span in collector.spans} == {
-        "listed": {"a": [1, "None"]},
-        "object": {"a": "{'b': 1}"},
-    }
-    (told,) = capfd.readouterr().err.splitlines()
-    assert "the span 'large': " in told
 
 
 def test_contents_are_traced_where_that_is_asked_for(evaluate: Evaluate, collector: Collector) -> None:
