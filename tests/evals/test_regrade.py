@@ -42,6 +42,16 @@ async def stored(directory: Path, faults: Any = None) -> Path:
     return directory
 
 
+async def test_rewards_of_turns_need_no_steps(tmp_path: Path) -> None:
+    @vf.turn_reward
+    def by_turn(completion: Any) -> list[float]:
+        return [2.0] * len(completion)
+
+    done = await regrade(environment(right, by_turn), read_run(await stored(tmp_path / "run")))
+    assert done.after.mean_reward == 1.0
+    assert done.after.values("by_turn") == {example: [2.0, 2.0] for example in range(4)}
+
+
 async def test_the_same_rubric_gives_the_same_rewards(tmp_path: Path) -> None:
     run = read_run(await stored(tmp_path / "run"))
     done = await regrade(environment(right), run)
