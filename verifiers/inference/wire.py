@@ -448,8 +448,8 @@ def request_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def with_readable_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message as it is sent: the arguments of its tool calls are JSON objects, as far as they are text.
 
-    vLLM, SGLang and llama.cpp read the arguments in earlier answers too, and refuse a conversation for those that a
-    model got wrong.
+    vLLM and others read the arguments in earlier answers too, and refuse a conversation for those that a model got
+    wrong.
     """
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_readable_call(call) for call in calls]} if isinstance(calls, list) else message

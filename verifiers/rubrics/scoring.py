@@ -125,11 +125,13 @@ def role_reward(func: F) -> F:
 
 def for_each_turn(value: Any, state: State) -> Any:
     """Return a reward, or in its place what is wrong with a list that is not as long as the policy had turns."""
+    if not isinstance(value, list):
+        return value
     # by the dict's own method: the state of a stored run, which has no steps, refuses to be asked
     steps = dict.get(state, "trajectory") or ()
     # environments may keep steps of a kind of their own
     is_told = bool(steps) and all(isinstance(step, dict) for step in steps)
-    if not is_told or not isinstance(value, list) or len(value) == len(steps):
+    if not is_told or len(value) == len(steps):
         return value
     return GradingError(f"it returned {len(value)} numbers, and the policy had {len(steps)} turns; give one for each")
 
