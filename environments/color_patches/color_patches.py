@@ -48,10 +48,9 @@ def look(url: str) -> list[dict[str, Any]]:
     return [{"type": "image_url", "image_url": {"url": url}}]
 
 
-def named(completion: list[vf.ChatMessage], answer: str) -> float:
-    """Return 1.0 where the last message is the color's name and nothing else; `Red.` is `red`."""
-    said = completion[-1]["content"] if completion else ""
-    return float(isinstance(said, str) and said.strip().removesuffix(".").lower() == answer)
+def named(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
+    """Return 1.0 where the last answer is the color's name and nothing else; `Red.` is `red`."""
+    return float((parser.parse_answer(completion) or "").strip().removesuffix(".").lower() == answer)
 
 
 def load_environment(
@@ -74,7 +73,8 @@ def load_environment(
         _rows(number, noise, by_tool, f"{seed} {name}") for name, number in (("train", num_train), ("eval", num_eval))
     )
     kind = PatchToolEnv if by_tool else vf.SingleTurnEnv
-    return kind(dataset=train, eval_dataset=evaluation, rubric=vf.Rubric(funcs=[named]))
+    parser = vf.MaybeThinkParser()
+    return kind(dataset=train, eval_dataset=evaluation, parser=parser, rubric=vf.Rubric(funcs=[named], parser=parser))
 
 
 def _rows(number: int, noise: int, by_tool: bool, seed: str) -> list[dict[str, Any]]:

@@ -31,17 +31,22 @@ class ProposeSolveEnv(vf.MultiTurnEnv):
         return await super().get_model_response(state, prompt if proposes else prompt[-1:], client, *args, **kwargs)
 
     async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> list[vf.ChatMessage]:
-        return [{"role": "user", "content": SOLVE.format(word=messages[-1]["content"])}]
+        return [{"role": "user", "content": SOLVE.format(word=said(messages[-1]))}]
 
     @vf.stop
     async def proposal_is_invalid(self, state: vf.State) -> bool:
         return len(state["trajectory"]) == 1 and not proposed(state["prompt"], state["completion"])
 
 
+def said(message: vf.ChatMessage) -> str:
+    """Return what an answer says behind its thoughts."""
+    return str(vf.MaybeThinkParser().parse(message["content"] or ""))
+
+
 def proposed(prompt: list[vf.ChatMessage], completion: list[vf.ChatMessage]) -> str:
     """Return the proposed word, or "" where it is not what was asked for."""
     asked = ASKED.search(prompt[-1]["content"])
-    word = completion[0]["content"] or ""
+    word = said(completion[0])
     is_word = re.fullmatch(f"[a-z]{{{SHORTEST},{LONGEST}}}", word) and len(set(word)) == len(word)
     return word if asked and is_word and (word[0], word[-1]) == asked.groups() else ""
 
@@ -55,7 +60,7 @@ def by_role(prompt: list[vf.ChatMessage], completion: list[vf.ChatMessage]) -> d
     word = proposed(prompt, completion)
     if not word:
         return {"proposer": 0.0}
-    solved = completion[-1]["content"] == word[::-1]
+    solved = said(completion[-1]) == word[::-1]
     return {"proposer": min(1.0, 0.25 + 0.25 * (len(word) - 2) * solved), "solver": float(solved)}
 
 

@@ -81,10 +81,12 @@ def load_environment(
     rows = [
         make_row(sentences[start : start + num_sentences]) for start in range(0, count * num_sentences, num_sentences)
     ]
+    parser = vf.MaybeThinkParser()
     return SentenceRepeaterEnv(
         max_turns=num_sentences,
         dataset=rows[num_eval:],
         eval_dataset=rows[:num_eval],
         system_prompt=SYSTEM_PROMPT,
-        rubric=vf.Rubric(funcs=[repeated, all_repeated], weights=[1.0, 0.0]),
+        parser=parser,
+        rubric=vf.Rubric(funcs=[repeated, all_repeated], weights=[1.0, 0.0], parser=parser),
     )

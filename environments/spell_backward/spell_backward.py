@@ -66,8 +66,11 @@ def load_environment(
         raise vf.ConfigError(f"partial_credit={partial_credit!r} must lie between 0 and 1.")
     random.Random(seed).shuffle(words)
     rows = [{"question": QUESTION.format(word=word), "answer": word[::-1]} for word in words[: num_eval + num_train]]
+    parser = vf.MaybeThinkParser()
+    weights = [1 - partial_credit, partial_credit]
     return vf.SingleTurnEnv(
         dataset=rows[num_eval:],
         eval_dataset=rows[:num_eval],
-        rubric=vf.Rubric(funcs=[exact_match, letters_in_place], weights=[1 - partial_credit, partial_credit]),
+        parser=parser,
+        rubric=vf.Rubric(funcs=[exact_match, letters_in_place], weights=weights, parser=parser),
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import shelf
+from shelf import Policy
 from shelf_policies import POLICIES, open_environment
 
 LINES = [(name, line) for name in shelf.names() for line in shelf.baselines(name)]
@@ -27,6 +29,28 @@ LINES = [(name, line) for name in shelf.names() for line in shelf.baselines(name
 def test_a_baseline_is_what_its_readme_says(name: str, line: shelf.Baseline) -> None:
     with open_environment(name) as env:
         assert shelf.measure(env, line.policy, POLICIES[name][line.policy], line.prompts, line.rollouts) == line
+
+
+def after_a_thought(policy: Policy) -> Policy:
+    def said(turn: shelf.Turn) -> Any:
+        answer, thought = policy(turn), "<think>\nRed <answer>7</answer> or (6)?\n</think>\n\n"
+        if isinstance(answer, str):
+            return thought + answer
+        return {**answer, "content": thought + (answer.get("content") or "")}
+
+    return said
+
+
+# a base model that goes on with a text has no thoughts
+THINKING = [name for name in shelf.names() if name != "complete_sequence"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "judged_rewrite" else name for name in THINKING]
+)
+def test_a_thought_that_a_server_leaves_in_the_text_costs_nothing(name: str) -> None:
+    with open_environment(name) as env:
+        assert shelf.reward_of(env, after_a_thought(POLICIES[name]["oracle"]), prompts=5) == pytest.approx(1.0)
 
 
 def test_the_guide_lists_every_package_with_its_baseline() -> None:

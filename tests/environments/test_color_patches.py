@@ -26,7 +26,10 @@ def test_noise_leaves_the_mean_and_moves_the_pixels(name: str) -> None:
 
 def test_the_name_may_be_written_as_a_sentence_and_not_among_others() -> None:
     answers = ["red", "Red.", " RED\n", "red or blue", "redred", "Red..", ""]
-    rewards = [color_patches.named([{"role": "assistant", "content": said}], "red") for said in answers]
+    rewards = [
+        color_patches.named(vf.MaybeThinkParser(), [{"role": "assistant", "content": said}], "red")
+        for said in answers
+    ]
     assert rewards == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
