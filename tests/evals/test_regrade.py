@@ -121,6 +121,19 @@ async def test_what_failed_before_stays_failed_and_failed_grades_get_another_cha
     assert failed["error"] == next(line for line in lines if line["outcome"] == "provider_error")["error"]
 
 
+async def test_a_reward_counts_as_right_from_where_it_did_before(tmp_path: Path) -> None:
+    directory = await stored(tmp_path / "run")
+    metadata = json.loads((directory / "metadata.json").read_text())
+    (directory / "metadata.json").write_text(json.dumps({**metadata, "summary": {"right_from": 0.5}}))
+
+    def half(completion: Any) -> float:
+        return 0.5
+
+    done = await regrade(environment(half), read_run(directory))
+    summary = read_run(done.directory).metadata["summary"]
+    assert (summary["right_from"], summary["pass_at_k"]["2"]["mean"]) == (0.5, 1.0)
+
+
 async def test_a_run_without_rollouts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("")
     with pytest.raises(ConfigError, match="holds no rollouts"):

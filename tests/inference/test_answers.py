@@ -127,6 +127,13 @@ async def test_nothing_is_sent_on_to_another_place(status: int) -> None:
     assert asked == ["/v1/chat/completions"]
 
 
+async def test_an_answer_that_fills_mistrals_context_is_one_that_was_cut_off() -> None:
+    body = completion({"content": "4"})
+    body["choices"][0]["finish_reason"] = "model_length"
+    async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
+        assert (await ask(server.url)).choices[0].finish_reason == "length"
+
+
 async def test_a_message_of_a_text_completion_may_be_anything() -> None:
     body = {"choices": [{"text": "5", "message": "5", "finish_reason": "stop"}]}
     async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:

@@ -18,7 +18,7 @@ from verifiers.errors import ConfigError, GradingError
 from verifiers.evals.evaluation_run import EVALUATION_BLOCK, reward_bounds
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, StoredRun, require_whole, versions
-from verifiers.evals.summary import run_summary
+from verifiers.evals.summary import RIGHT_FROM, run_summary
 from verifiers.inference.limiter import Limiter
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
@@ -101,7 +101,9 @@ async def regrade(
             return sum(rollout.reward != row.get("reward") for rollout, row in zip(rollouts, rows, strict=True))
 
         changed = sum(await gather_owned([one(rows) for rows in groups.values()]))
-        summary = run_summary(after, metadata, time.perf_counter() - started)
+        # an unfinished run has no summary
+        right_from = run.metadata.get("summary", {}).get("right_from", RIGHT_FROM)
+        summary = run_summary(after, metadata, time.perf_counter() - started, right_from=right_from)
         store.write_metadata(summary=summary, status="finished")
     return Regraded(directory, before, after, changed)
 
