@@ -12,7 +12,8 @@ import tiny_world
 import torch
 from peft import LoraConfig
 from PIL import Image
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from verifiers_embedded.engine.loading import load_model
 from verifiers_embedded.in_process_server import InProcessServer
 
@@ -85,6 +86,60 @@ def test_what_is_trained_is_what_was_sampled_and_the_tower_stays(seeing_dir: Pat
     moved = moved_from(seeing_dir, trainer)
     assert moved
     assert not any(".visual." in name for name in moved)
+
+
+@pytest.mark.slow
+def test_an_image_that_a_tool_shows_is_trained_as_it_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environments" / "color_patches"))
+    model = tmp_path / "model"
+    make_vision_model(model)
+    env = vf.load_environment("color-patches", num_train=32, num_eval=1, by_tool=True)
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    shown = []
+    for row in env.get_dataset():
+        # as the template writes the tool
+        prompt = [{"role": "system", "content": "Tools:\nlook(): Look at the patch."}, *row["prompt"]]
+        image = {"type": "image_url", "image_url": {"url": row["info"]["url"]}}
+        seen = [{"role": "assistant", "content": call}, {"role": "tool", "content": [image]}]
+        shown += [(prompt, call), ([*prompt, *seen], row["answer"])]
+    show_answers(model, shown, steps=80, batch_size=8, learning_rate=2e-3)
+    trainer = train(model, tmp_path / "run", env, max_steps=1, max_images=1, max_completion_length=64)
+
+    plain, read = (
+        Qwen3VLForConditionalGeneration.from_pretrained(model),
+        Qwen2VLImageProcessorPil.from_pretrained(model),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def log_probs_of(ids: list[int], image: Image.Image) -> torch.Tensor:
+        """Return what transformers alone makes of each id but the first."""
+        ids_1T = torch.tensor([ids])
+        kinds = (ids_1T == plain.config.image_token_id).int()
+        with torch.no_grad():
+            logits = plain(input_ids=ids_1T, mm_token_type_ids=kinds, **read(image, return_tensors="pt")).logits
+        return logits[0, :-1].log_softmax(-1)
+
+    looked = [row for row in trainer.rows() if row[4]["images"][row[5]]]
+    assert len(looked) >= 4
+    for prompt_ids, ids, mask, sampled, batch, place in looked:
+        (name,) = batch["images"][place]
+        image = read_image((tmp_path / "run" / "images" / name).read_bytes())
+        real, black = (
+            log_probs_of(prompt_ids + ids, shown)[len(prompt_ids) - 1 :]
+            for shown in (image, Image.new("RGB", image.size))
+        )
+        trained = torch.tensor(mask).bool()
+        expected = real.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert torch.allclose(expected[trained], torch.tensor(sampled)[trained], rtol=0, atol=1e-3)
+        # the call comes before the image, and the answer behind it
+        behind, differs = ids.index(plain.config.image_token_id), (real - black).abs().amax(1)
+        assert differs[:behind].max() < 1e-4
+        assert differs[behind:][trained[behind:]].max() > 1e-2
+        said = tokenizer.decode([one for one, is_trained in zip(ids, mask, strict=True) if is_trained])
+        assert said.startswith(f"{call}<|im_end|>")
+        assert not any(text in said for text in ("<|im_start|>", "<|image_pad|>"))
 
 
 def test_the_tower_is_trained_where_that_is_asked_for(seeing_dir: Path, tmp_path: Path) -> None:

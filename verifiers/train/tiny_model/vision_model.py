@@ -131,7 +131,9 @@ def show_answers(
     rows = []
     for messages, answer in shown:
         text: Any = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        ids, images = processor.read(text, [image_bytes(url) for url in image_urls(messages)])
+        held = [image_bytes(url) for url in image_urls(messages)]
+        # before a tool is called there is none
+        ids, images = processor.read(text, held) if held else (tokenizer.encode(text), None)
         rows.append((ids, tokenizer.encode(answer + tokenizer.eos_token), images))
     dice = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
