@@ -71,6 +71,17 @@ async def test_failures_are_those_of_inline() -> None:
     }
 
 
+async def test_a_rollout_that_times_out_in_a_worker_keeps_what_was_said() -> None:
+    env = world.Stalls()
+    requests = world.requests_of(env, [0])
+    expected = world.plain_of(await world.runner_of(env, rollout_timeout_s=0.5).run_groups(requests))
+    played, _ = world.workers_of(world.Stalls)
+    assert world.plain_of(await world.runner_of(played, rollout_timeout_s=0.5).run_groups(requests)) == expected
+    for rollout in expected:
+        assert rollout["outcome"] is Outcome.TIMED_OUT
+        assert [message["role"] for message in rollout["completion"]] == ["assistant", "user", "assistant"]
+
+
 async def test_a_prompt_that_is_too_long_in_a_worker_is_truncated_and_its_group_is_scored() -> None:
     env = world.Overlong()
     requests = world.requests_of(env, range(2), size=4)

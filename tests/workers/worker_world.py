@@ -75,6 +75,15 @@ class Dialogue(vf.MultiTurnEnv):
         return [{"role": "user", "content": content}]
 
 
+class Stalls(Dialogue):
+    """Waits for good after the second answer."""
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+        if state["turn"] == 2:
+            await asyncio.sleep(3600)
+        return await super().env_response(messages, state, **kwargs)
+
+
 class PlaysItself(vf.SingleTurnEnv):
     """Overrides `run_rollouts` and plays one rollout after the other, with another prompt."""
 

@@ -41,6 +41,7 @@ _MOST_LOST_WORKERS = 2
 _MOST_FAILED_STARTS = 3
 _START_S = 300.0
 _CLOSE_S = 7.0
+_CANCEL_S = 1.0
 
 
 class RunningWorker(Protocol):
@@ -134,7 +135,9 @@ class WorkerLink:
                     "base_url": client.base_url, "api_key": client.api_key,
                 }
             )  # fmt: skip
-            message = await done
+            # a cancellation must leave the future to the worker's last message
+            await asyncio.wait([done])
+            message = done.result()
             _take_status(client, message)
             if "error" in message:
                 state["completion"] = message["completion"]
@@ -142,9 +145,14 @@ class WorkerLink:
                 if message["is_policys"] and error.__cause__ is not None:
                     error.__cause__.__cause__ = client.last_error
                 raise error
-        except BaseException:
-            self._rollouts.pop(number, None)
+        except BaseException as error:
             self._cancel("play", number)
+            if isinstance(error, asyncio.CancelledError):
+                # what was said before a deadline; a worker that is blocked does not send it
+                await asyncio.wait([done], timeout=_CANCEL_S)
+                if done.done() and done.exception() is None:
+                    state["completion"] = done.result().get("state", done.result())["completion"]
+            self._rollouts.pop(number, None)
             raise
         state.update(message["state"])
         if "kept_error" in message:
