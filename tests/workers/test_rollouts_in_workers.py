@@ -71,6 +71,20 @@ async def test_failures_are_those_of_inline() -> None:
     }
 
 
+@pytest.mark.parametrize("error", [KeyError("a key"), world.Unprintable()], ids=["KeyError", "unprintable"])
+async def test_the_text_of_an_error_is_that_of_inline(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(state: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(world.Scripted, "act", fails, raising=False)
+    env = world.Scripted()
+    requests = world.requests_of(env, [0])
+    expected = world.plain_of(await world.runner_of(env, rollout_timeout_s=10).run_groups(requests))
+    played, _ = world.workers_of(world.Scripted)
+    assert world.plain_of(await world.runner_of(played, rollout_timeout_s=10).run_groups(requests)) == expected
+    assert {rollout["outcome"] for rollout in expected} == {Outcome.ENVIRONMENT_ERROR}
+
+
 async def test_a_rollout_that_times_out_in_a_worker_keeps_what_was_said() -> None:
     env = world.Stalls()
     requests = world.requests_of(env, [0])

@@ -219,6 +219,11 @@ class Overlong(vf.Environment):
         state["error"] = error
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 class Scripted(vf.SingleTurnEnv):
     """Begins its rollouts by `act`, which a test sets: workers of `InLoop` share its process."""
 

@@ -129,8 +129,20 @@ class _RemoteTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
+class _Shown(str):
+    """The text of an exception, which KeyError would quote a second time."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def failure_data(error: BaseException) -> Message:
-    data: Message = {"kind": type(error).__name__, "text": str(error) or repr(error)}
+    try:
+        text = str(error) or repr(error)
+    except Exception as unprintable:
+        # as inline fails
+        error, text = unprintable, str(unprintable)
+    data: Message = {"kind": type(error).__name__, "text": text}
     if isinstance(error, errors.ProviderError):
         data |= {"status": error.status, "body": error.body}
     data["traceback"] = "".join(traceback.format_exception(error))
@@ -139,7 +151,7 @@ def failure_data(error: BaseException) -> Message:
 
 def error_from(data: Mapping[str, Any]) -> Exception:
     """Return the exception of a message of `failure_data`: of its own class where that is ours or Python's."""
-    kind, text = data["kind"], data["text"]
+    kind, text = data["kind"], _Shown(data["text"])
     found: Any = getattr(errors, kind, None) or getattr(builtins, kind, None)
     error: Exception
     if kind == "NoMoreSlotsError":
