@@ -76,6 +76,13 @@ def test_a_run_started_again_keeps_its_checkpoints_and_continues_from_them(
     assert {"blocks.jsonl", "metrics.jsonl", "report.html", "run.json", "samples.jsonl"} <= {*os.listdir(archive)}
 
 
+def test_a_run_whose_save_steps_save_nothing_says_so(
+    trainer_in: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer_in(tmp_path, max_steps=1, save_steps=0).train()
+    assert "no checkpoint before step 1 (save_steps=0): set save_steps\n" in capsys.readouterr().out
+
+
 def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(
     trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,5 +184,9 @@ def _about_checkpoints(args: Any, state: Any) -> Iterator[str]:
     """Yield the step that a run resumes from, and when its first checkpoint comes where that is late."""
     if state.global_step:
         yield f"resumes from step {state.global_step}"
-    if args.save_strategy == "steps" and state.save_steps and state.save_steps > state.max_steps > state.global_step:
+    if (
+        args.save_strategy == "steps"
+        and state.max_steps > state.global_step
+        and not 0 < state.save_steps <= state.max_steps
+    ):
         yield f"no checkpoint before step {state.max_steps} (save_steps={state.save_steps}): set save_steps"
