@@ -163,6 +163,13 @@ def test_arguments_of_trls_trainer_are_told_where_they_belong(tmp_path: Path) ->
         plan_run(settings(tmp_path), None)
 
 
+def test_a_setting_of_another_trainer_is_refused_where_it_was_assigned(tmp_path: Path) -> None:
+    args: Any = settings(tmp_path)
+    args.max_tokens = 16
+    with pytest.raises(ConfigError, match="no setting 'max_tokens'; give max_completion_length"):
+        vf.GRPOTrainer("m", args=args)
+
+
 def test_a_home_directory_in_a_models_path_is_the_users(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('environment = { id = "x" }\nmodel.path = "~/m"\n')

@@ -116,7 +116,7 @@ UNSUPPORTED: dict[str, str] = {
 }
 """Fields of TRL's config that would change what is trained or how a run goes, with what to use instead."""
 
-_MEANT = {
+MEANT = {
     "kl_coef": "beta",
     **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length"), "max_completion_length"),
     **dict.fromkeys(("n", "group_size", "num_return_sequences"), "num_generations"),
@@ -145,8 +145,8 @@ _MARGIN_S, _LONGEST_S = 300.0, 30 * 86400.0
 def unknown_setting(name: str, known: Iterable[str]) -> str:
     """Return what an unknown setting probably means, for the end of a sentence."""
     names = sorted(known)
-    if name in _MEANT:
-        return f"give {_MEANT[name]}."
+    if name in MEANT:
+        return f"give {MEANT[name]}."
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     more = f" and {len(names) - 12} more (docs/reference/run-file.md)" if len(names) > 12 else ""
     return f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(names[:12])}{more}."
