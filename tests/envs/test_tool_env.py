@@ -177,7 +177,14 @@ async def test_a_cancelled_rollout_cancels_its_tools() -> None:
     assert ended.is_set()
 
 
-@pytest.mark.parametrize("error", [vf.SandboxError("the sandbox died"), vf.WorkerError("it died")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        vf.SandboxError("the sandbox died"),
+        vf.WorkerError("it died"),
+        ExceptionGroup("of a task group", [ValueError("no"), vf.SandboxError("the sandbox died")]),
+    ],
+)
 async def test_broken_machinery_ends_the_rollout_and_is_never_shown_to_the_policy(error: Exception) -> None:
     others = asyncio.Event()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from verifiers.errors import ConfigError
 from verifiers.parsers import XMLParser
 
 FIELDS: list[Any] = ["reasoning", ("code", "answer")]
@@ -126,3 +127,8 @@ def test_nasty_texts_are_read_in_no_time() -> None:
         text = part + (part + " ") * 20_000
         assert parser.parse(text).answer is None
         parser.get_format_reward_func()([say("< " + " " * 20_000 + text)])
+
+
+def test_a_text_in_place_of_the_fields_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"give \['answer'\]"):
+        XMLParser("answer")

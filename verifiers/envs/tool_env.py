@@ -179,7 +179,8 @@ class ToolEnv(MultiTurnEnv):
 
     def _failure(self, error: Exception, call_id: str) -> ChatMessage:
         """Return the tool message that tells of an error; raise one that is not for the policy to see."""
-        if isinstance(error, NOT_FOR_THE_MODEL):
+        # also where it stands in the group of a tool's own tasks
+        if ExceptionGroup("", [error]).subgroup(NOT_FOR_THE_MODEL):
             raise error
         wrapped = error if isinstance(error, ToolError) else ToolCallError(f"{type(error).__name__}: {error}")
         stops = tuple(self.stop_errors)

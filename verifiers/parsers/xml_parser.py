@@ -34,6 +34,8 @@ class XMLParser(Parser):
         **kwargs: Any,
     ) -> None:
         super().__init__(extract_fn=extract_fn, **kwargs)
+        if isinstance(fields, str):
+            raise ConfigError(f"XMLParser takes a list of fields; give [{fields!r}].")
         self.answer_field = answer_field
         self._fields: list[tuple[str, tuple[str, ...]]] = []
         for field in fields:
