@@ -167,7 +167,7 @@ def test_a_setting_of_another_trainer_is_refused_where_it_was_assigned(tmp_path:
     args: Any = settings(tmp_path)
     args.max_tokens = 16
     with pytest.raises(ConfigError, match="no setting 'max_tokens'; give max_completion_length"):
-        vf.GRPOTrainer("m", args=args)
+        plan_run(args, vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "!"}]))
 
 
 def test_a_home_directory_in_a_models_path_is_the_users(tmp_path: Path) -> None:

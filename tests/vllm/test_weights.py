@@ -156,7 +156,7 @@ def test_a_push_in_mid_answer_is_stamped_and_no_token_comes_from_old_keys_and_va
     sync.push(weights["policy"].items(), 6)
     before, deadline = server.generated_tokens(), time.monotonic() + 30
     with ThreadPoolExecutor(4) as threads:
-        answers = [threads.submit(server.sample, PROMPT, max_tokens=400, seed=seed) for seed in range(4)]
+        answers = [threads.submit(server.sample, PROMPT, max_tokens=400, seed=seed) for seed in range(16)]
         while server.generated_tokens() < before + 40:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -559,9 +559,11 @@ def read_completion(
             if failure or ended in _BROKEN_OFF:
                 said = message_field(failure, "message") or failure or ended
                 raise RetryableError(f"{url} answered with a choice that failed: {said!r:.300}")
-            if not isinstance(ended, str) or ended == "model_length":
-                # Mistral's name of the length of the context
-                choice["finish_reason"] = "length" if isinstance(ended, str) else None
+            if ended == "model_length":
+                # Mistral's, of an answer that fills the context
+                choice["finish_reason"] = "length"
+            elif not isinstance(ended, str):
+                choice["finish_reason"] = None
             if field == "text":
                 choice["text"] = whole_characters(choice["text"])
             elif field is not None and choice.get("message"):

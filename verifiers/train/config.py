@@ -17,7 +17,7 @@ import trl
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
 from verifiers.server_process import is_loopback
-from verifiers.train.conflicts import longest_wait_s, refuse_biased_sampling, refuse_conflicts, unknown_setting
+from verifiers.train.conflicts import MEANT, longest_wait_s, refuse_biased_sampling, refuse_conflicts, unknown_setting
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -261,8 +261,11 @@ class GRPOConfig(trl.GRPOConfig):
         """Work out again what follows from settings that were changed since the config was made, as scripts do.
 
         Raises:
-            ConfigError: the settings of now conflict.
+            ConfigError: the settings of now conflict, or one of another trainer was assigned.
         """
+        for name in vars(self):
+            if name in MEANT:
+                raise ConfigError(f"GRPOConfig has no setting {name!r}; {unknown_setting(name, ())}")
         made = self._made
         changed = {name: value for name, value in self._settings().items() if value != made[name]}
         if changed:

@@ -46,7 +46,7 @@ from verifiers.train.checkpoint.weights import (
     unreadable_named,
 )
 from verifiers.train.config import GRPOConfig, setting_name
-from verifiers.train.conflicts import MEANT, refuse_adapters, refuse_processes, unknown_setting
+from verifiers.train.conflicts import refuse_adapters, refuse_processes, unknown_setting
 from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
@@ -130,9 +130,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             known = parameter_names(GRPOTrainer.__init__)
             raise ConfigError(f"GRPOTrainer takes no {name!r}; {unknown_setting(name, known)}")
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
-        # Python sets any attribute, as scripts for 0.1.x do
-        for name in MEANT.keys() & vars(args).keys():
-            raise ConfigError(f"GRPOConfig has no setting {name!r}; {unknown_setting(name, ())}")
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(model, str) and not hasattr(model, "config"):
             raise ConfigError(f"model is {model!r:.100}; give a path, a name on the hub, or a model of transformers.")

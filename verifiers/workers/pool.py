@@ -147,12 +147,15 @@ class WorkerLink:
                 raise error
         except BaseException as error:
             self._cancel("play", number)
-            if isinstance(error, asyncio.CancelledError):
-                # what was said before a deadline; a worker that is blocked does not send it
-                await asyncio.wait([done], timeout=_CANCEL_S)
-                if done.done() and done.exception() is None:
-                    state["completion"] = done.result().get("state", done.result())["completion"]
-            self._rollouts.pop(number, None)
+            try:
+                if isinstance(error, asyncio.CancelledError):
+                    # what was said before a deadline; a worker that is blocked does not send it
+                    await asyncio.wait([done], timeout=_CANCEL_S)
+                    if done.done() and done.exception() is None:
+                        state["completion"] = done.result().get("state", done.result())["completion"]
+            finally:
+                # also where it is cancelled a second time
+                self._rollouts.pop(number, None)
             raise
         state.update(message["state"])
         if "kept_error" in message:
