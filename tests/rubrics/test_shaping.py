@@ -185,3 +185,12 @@ def test_rewards_of_trls_form_get_lists_and_the_columns_they_name() -> None:
     assert sorted(results.metrics["right"]) == [0.0, 1.0]
     assert results.metrics["named"] == [1.0, 1.0]
     assert set(seen[0]) == {"prompts", "task"}
+
+
+async def test_a_column_that_a_reward_of_trls_form_names_and_info_has_not_is_told() -> None:
+    def right(completions: list[Any], solution: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    scored = State(prompt="p", completion="c", info={"hint": "x"})
+    await vf.Rubric([vf.from_trl(right)]).score_group([scored])
+    assert "'solution'; put that column of the dataset into the row's info" in str(scored["grading_errors"])

@@ -187,7 +187,7 @@ class Rubric:
                 of_trl = " One of TRL's form is vf.from_trl(func)." if is_group_func(func) else ""
                 raise ConfigError(
                     f"The reward function {reward_name(func)!r} has a parameter {missing!r}, which nobody supplies; "
-                    f"there are {', '.join(sorted(known))}. Other columns of a row go into its info.{of_trl}"
+                    f"there are {', '.join(sorted(known))}. Put other columns of a row into its info.{of_trl}"
                 )
 
     async def score_group(self, states: Sequence[State], score_sem: Any = None) -> list[RolloutScore]:
