@@ -23,8 +23,6 @@ from verifiers.cli.main import main as umbrella
 from verifiers.errors import ConfigError, GradingError
 
 ROOT = Path(__file__).parents[2]
-# installed where vLLM is
-sys.path.append(str(ROOT / "servers/vllm"))
 OWN = {f"vf-{name}": target for name, (target, _) in COMMANDS.items()}
 OWN["python -m verifiers.testing"] = "verifiers.testing.__main__:main"
 SERVERS = {

@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from client_world import CLIENTS, KEY, LITELLM, PROXY_KEY, running, taught_model

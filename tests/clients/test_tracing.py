@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
-
 from chromium import opened_browser
 from client_world import MLFLOW, examples, running, taught_model
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from chromium import Page, opened_browser
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.insert(0, str(Path(__file__).parent))
-
 import tiny_world
 from fault_cells import World
 from forks import Forks, fork_parent

@@ -1,13 +1,8 @@
-"""Test modules are imported without a package (import mode importlib), so what they share is found by path."""
+"""Servers without the seconds between checks."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from verifiers import loop_thread
 from verifiers.inference import server_pool

@@ -1,18 +1,15 @@
-"""Test modules are imported without a package (import mode importlib), so what they share is found by path."""
+"""Processes of MCP servers, and other servers that integrations speak to."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
     from mcp_world import Pids, Servers

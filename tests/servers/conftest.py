@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "end_to_end"))
-
 Main = Callable[[list[str]], int]
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.append(str(Path(__file__).parent))
 
 # Read once, when torch is imported: one thread a test process, and no spinning beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
