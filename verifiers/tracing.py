@@ -239,10 +239,12 @@ def _note_answer(span: _Span, answer: Mapping[str, Any]) -> None:
 
 
 @_wraps(HttpBackend, "post")
-def _post(original: Wrapper, backend: Any, path: str, body: Any, headers: Any = None, timeout_s: Any = None) -> Any:
+def _post(original: Wrapper, backend: Any, path: str, body: Any, arguments: Any = None) -> Any:
     if place := _traceparent():
-        headers = {**(headers or {}), "traceparent": place}
-    return original(backend, path, body, headers, timeout_s)
+        given = arguments or {}
+        headers = {**(given.get("extra_headers") or {}), "traceparent": place}
+        arguments = {**given, "extra_headers": headers}
+    return original(backend, path, body, arguments)
 
 
 @_wraps(ToolEnv, "_answer")

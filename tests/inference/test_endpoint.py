@@ -214,14 +214,15 @@ async def test_a_connection_that_is_never_accepted_is_said_to_be_that() -> None:
             await one_call(Endpoint(f"http://127.0.0.1:{port}/v1", timeout_s=5.0, connect_timeout_s=0.2))
 
 
-async def test_headers_of_endpoint_and_call_are_sent_and_a_given_authorization_replaces_ours(
+async def test_headers_and_query_of_endpoint_and_call_are_sent_and_a_given_authorization_replaces_ours(
     server: FakeOpenAIServer,
 ) -> None:
     endpoint = Endpoint(server.url, KEY, {"authorization": "Basic abc", "X-Team": "blue"})
-    await one_call(endpoint, extra_headers={"X-Call": "1"})
+    await one_call(endpoint, extra_headers={"X-Call": "1"}, extra_query={"api-version": "3"})
     headers = server.requests[0].headers
     assert (headers["authorization"], headers["x-team"], headers["x-call"]) == ("Basic abc", "blue", "1")
-    assert "extra_headers" not in server.requests[0].body
+    assert server.requests[0].query == {"api-version": "3"}
+    assert {"extra_headers", "extra_query"}.isdisjoint(server.requests[0].body)
 
 
 async def test_streaming_and_unwritable_bodies_are_refused_before_anything_is_sent(server: FakeOpenAIServer) -> None:

@@ -223,7 +223,7 @@ class HttpBackend:
             )
         if path == CHAT and isinstance(body.get("messages"), list):
             body["messages"] = [with_readable_calls(message) for message in body["messages"]]
-        data = await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout"))
+        data = await self.post(path, body, arguments)
         return WireObject(self.read(data, path, "message" if path == CHAT else "text"))
 
     def read(self, data: dict[str, Any], path: str, field: str | None, **options: Any) -> dict[str, Any]:
@@ -235,33 +235,29 @@ class HttpBackend:
             raise
 
     async def post(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str] | None = None,
-        timeout_s: Any = None,
+        self, path: str, body: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """POST `body` as JSON and return the JSON object of a 200; errors do not quote key and headers."""
+        """POST `body` as JSON and return the JSON object of a 200; errors do not quote key and headers.
+
+        Of the arguments of `create` those about the call itself are heeded: extra_headers, extra_query, timeout.
+        """
         try:
-            return await self._post(path, body, headers, timeout_s)
+            return await self._post(path, body, arguments or {})
         except Exception as error:
             self._redact.clean(error)
             raise
 
-    async def _post(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, timeout_s: Any
-    ) -> dict[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
         import aiohttp
 
         session = self._open_session()
         url = (self._root if path in (TOKENIZE, GENERATE) else self.base_url) + path
-        options: dict[str, Any] = {}
-        if headers:
-            options["headers"] = headers
+        places = {"extra_headers": "headers", "extra_query": "params"}
+        options: dict[str, Any] = {places[name]: arguments[name] for name in places if arguments.get(name)}
         content = _encode(body)
         # a large one is written piece by piece, so that other calls have the loop between them
         sent = content if len(content) <= _SENT_AT_ONCE else io.BytesIO(content)
-        limit_s = self.endpoint.timeout_s
+        limit_s, timeout_s = self.endpoint.timeout_s, arguments.get("timeout")
         if timeout_s is not None:
             # a number of seconds, or the SDK's Timeout object
             given = timeout_s if isinstance(timeout_s, (int, float)) else getattr(timeout_s, "read", None)

@@ -37,7 +37,7 @@ class ResponsesBackend(HttpBackend):
         if path != CHAT:
             raise ConfigError("the Responses API has no text completions; use message_type='chat', or api = 'chat'.")
         body = responses_body(request_body(arguments))
-        data = await self.post(RESPONSES, body, arguments.get("extra_headers"), arguments.get("timeout"))
+        data = await self.post(RESPONSES, body, arguments)
         return WireObject(self.read(data, RESPONSES, "message", convert=chat_completion))
 
 

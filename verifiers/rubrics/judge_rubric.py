@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, GradingError, ModelError
-from verifiers.inference.endpoint import CHAT, Backend, ClientBackend, single_backend_for
+from verifiers.inference.endpoint import CHAT, Backend, single_backend_for
 from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.keywords import warn_once
 from verifiers.log import url_without_secrets
@@ -337,9 +337,7 @@ class JudgeRubric(Rubric):
             async with deadline:
                 if isinstance(client, LazyOpenAI):
                     client = await client.client()
-                # the SDK reads answers of any size, and alone knows query parameters
-                kind = ClientBackend if given.get("extra_query") else single_backend_for
-                backend: Backend = kind(client)
+                backend: Backend = single_backend_for(client)
                 try:
                     return await retry(functools.partial(_answered_text, backend, arguments), policy)
                 finally:
