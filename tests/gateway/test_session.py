@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import struct
+import sys
 from typing import Any
 
 import aiohttp
@@ -97,6 +101,32 @@ async def test_of_equal_calls_each_retry_gets_its_own_answer_and_adds_no_turn(op
     assert [answer["choices"][0]["message"]["content"] for answer in answers[:2]] == ["first", "second"]
     assert answers[2:] == answers[:2]
     assert session.client.calls == len(server.requests) == 2
+
+
+def read_to_the_last_event(url: str, key: str, text: str) -> None:
+    """Ask for a stream, read its last event, and reset the connection."""
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    body = json.dumps({"model": "fake", "stream": True, "messages": [{"role": "user", "content": text}]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall((head + body).encode())
+        content = b""
+        while b"[DONE]" not in content:
+            content += connection.recv(1)
+
+
+async def test_a_stream_counts_as_read_where_its_reader_hangs_up_at_the_last_event(opened: Any) -> None:
+    session, url, _ = await opened("ok")
+    interval = sys.getswitchinterval()
+    # readers run between any two steps of the gateway
+    sys.setswitchinterval(1e-5)
+    try:
+        reading = (asyncio.to_thread(read_to_the_last_event, url, session.key, str(n)) for n in range(300))
+        await asyncio.gather(*reading)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(session.calls) == 300
 
 
 @pytest.mark.parametrize("status", [400, 200])

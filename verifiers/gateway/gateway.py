@@ -323,10 +323,11 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
             await response.prepare(request)
             # what waits in this process has not been written
             transport.set_write_buffer_limits(high=0)
-            if data:
-                await response.write(data)
             if ends:
-                await response.write_eof()
+                # in one write with its end: clients hang up once they have read the last event
+                await response.write_eof(data)
+            else:
+                await response.write(data)
     except TimeoutError:
         transport.abort()
         raise ConnectionResetError from None
