@@ -104,6 +104,22 @@ async def test_an_agent_that_fails_has_no_reward(run: Any, faults: Any, outcome:
     assert text in rollout.failure.text
 
 
+@pytest.mark.parametrize(("then", "outcome"), [(raises, Outcome.ENVIRONMENT_ERROR), (hangs, Outcome.TIMED_OUT)])
+async def test_a_rollout_that_fails_or_is_timed_out_keeps_what_was_said(
+    then: Any, outcome: Outcome, pass_time: Callable[[float], None]
+) -> None:
+    async def run(row: Any, **given: Any) -> str:
+        await two_calls(row, **given)
+        pass_time(61 if then is hangs else 0)
+        return await then(row)
+
+    async with FakeOpenAIServer(["41", "42"]) as server:
+        rollout = await played(env_of(run), server, rollout_timeout_s=60.0)
+    assert (rollout.outcome, rollout.reward, rollout.turns) == (outcome, None, 2)
+    assert rollout.completion == [{"role": "assistant", "content": "42"}]
+    assert [step["completion"][0]["content"] for step in rollout.state["trajectory"]] == ["41", "42"]
+
+
 @pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_total_completion_tokens": 2}])
 async def test_a_budget_truncates_and_scores_what_there_is(limits: dict[str, int]) -> None:
     async with FakeOpenAIServer("42") as server:

@@ -77,8 +77,12 @@ class GatewayEnv(Environment, abc.ABC):
         helpers = {name: helper.untrained for name, helper in self.helpers.items()}
         session = Session(client, model, state["sampling_args"], self.budget, self.train, helpers)
         gateway = await self._gateway()
-        async with gateway.serving(session):
-            result = await self._run_agent(state["input"], session, gateway)
+        try:
+            async with gateway.serving(session):
+                result = await self._run_agent(state["input"], session, gateway)
+        finally:
+            # also where the rollout fails or is timed out
+            _keep_calls(state, session)
         self._finish(state, session, result)
         elapsed_ms = (time.perf_counter() - started) * 1000
         state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
@@ -124,33 +128,16 @@ class GatewayEnv(Environment, abc.ABC):
         return result
 
     def _finish(self, state: State, session: Session, result: Any) -> None:
-        calls = session.calls
-        if not calls and not session.client.is_cut_off:
+        if not session.calls and not session.client.is_cut_off:
             why = session.why_unanswered("does it use the base URL and key given?")
             why += last_errors(str(result.get("stderr", ""))) if isinstance(result, Mapping) else ""
             # from the failure of its calls, where they failed
             raise AgentError(f"the agent ended without an answer of the policy; {why}") from session.client.last_error
-        for call in calls:
-            message = call.answer["choices"][0]
-            said = message.get("message") or {"role": "assistant", "content": message.get("text") or ""}
-            state["trajectory"].append(
-                {
-                    "prompt": call.request.get("messages") or call.request.get("prompt"),
-                    "completion": [said],
-                    "response": WireObject(call.answer),
-                }
-            )
-            state["responses"].append(WireObject(call.answer))
-        state["turn"] = len(calls)
         state["is_truncated"] = session.client.is_cut_off
         if isinstance(result, Mapping):
             state.update(result)
-        if not isinstance(result, Mapping) or "completion" not in result:
-            last = {"role": "assistant", **(state["trajectory"][-1]["completion"][0] if calls else {})}
-            last["content"] = last.get("content") or ""
-            if result is not None and not isinstance(result, Mapping):
-                last = {"role": "assistant", "content": str(result)}
-            state["completion"] = last["content"] if isinstance(state["prompt"], str) else [last]
+        elif result is not None:
+            _show_answer(state, {"content": str(result)})
         state["is_completed"] = True
 
 
@@ -191,6 +178,30 @@ class AgentEnv(GatewayEnv):
             return await self.run(row, **given)
         result = await threads_for("agent", 256).run(lambda: self.run(row, **given))
         return await result if isinstance(result, Awaitable) else result
+
+
+def _keep_calls(state: State, session: Session) -> None:
+    """Put the calls that were read into a state, and the newest answer as its completion."""
+    for call in session.calls:
+        choice = call.answer["choices"][0]
+        said = choice.get("message") or {"role": "assistant", "content": choice.get("text") or ""}
+        state["trajectory"].append(
+            {
+                "prompt": call.request.get("messages") or call.request.get("prompt"),
+                "completion": [said],
+                "response": WireObject(call.answer),
+            }
+        )
+        state["responses"].append(WireObject(call.answer))
+    steps = state["trajectory"]
+    state["turn"] = len(steps)
+    if steps or session.client.is_cut_off:
+        _show_answer(state, steps[-1]["completion"][0] if steps else {})
+
+
+def _show_answer(state: State, message: Mapping[str, Any]) -> None:
+    last = {"role": "assistant", **message, "content": message.get("content") or ""}
+    state["completion"] = last["content"] if isinstance(state["prompt"], str) else [last]
 
 
 def last_errors(stderr: str) -> str:
