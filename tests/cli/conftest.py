@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,20 @@ class Results:
 @pytest.fixture
 def results() -> Results:
     return Results()
+
+
+@pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which every write to a file fails."""
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            yield
+        finally:
+            # pytest's own output may be a file
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,17 @@ def test_a_merged_run_is_shown_compared_exported_and_complete(
     assert "6 prompts in pairs of 6 in common" in capsys.readouterr().out
     assert export([run, "--format", "sft"]) == 0
     assert "6 rows" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_is_named(
+    env_name: str, full_disk: Callable[[], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 2):
+        assert evaluate([env_name, "-m", "fake", "--shard", f"{number}/2"]) == 0
+    capsys.readouterr()
+    with full_disk():
+        assert merge([*map(str, Path("outputs/evals").glob("*/*-of-2")), "--output-dir", "merged"]) == 1
+    assert "vf-merge: results cannot be written to 'merged': [Errno 27]" in capsys.readouterr().err
 
 
 def test_a_shard_that_cannot_be_is_a_usage_error(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,14 @@ def test_means_before_and_after_are_shown(run: Path, capsys: pytest.CaptureFixtu
     assert "reward: before 0.500, after 0.125, difference -0.375" in shown
     assert "4 rollouts: 4 completed; 2 rewards are others than before" in shown
     assert sorted(row["reward"] for row in read_run(f"{run}-regraded-1").rows) == [0.0, 0.0, 0.25, 0.25]
+
+
+def test_a_disk_that_is_full_is_named(
+    run: Path, full_disk: Callable[[], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk():
+        assert regrade.main([str(run)]) == 1
+    assert f"vf-regrade: results cannot be written to '{run.resolve().parent}': [Errno 27]" in capsys.readouterr().err
 
 
 def test_the_result_is_one_line_of_json_for_machines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

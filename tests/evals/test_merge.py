@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from verifiers.data.sampler import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import EvaluationRun, open_run
 from verifiers.evals.merge import merge_runs
-from verifiers.evals.store import ResultStore, iter_rows, read_metadata, read_run
+from verifiers.evals.store import RESULTS, ResultStore, iter_rows, read_metadata, read_run
 from verifiers.evals.summary import load_prices
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.run import Run
@@ -162,6 +163,13 @@ def refusal(shards: list[Path], **options: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         merge_runs(shards, shards[0].parent / "out", **options)
     return str(refused.value).replace(f"{shards[0].parent}/", "")
+
+
+def test_shards_whose_last_line_lost_its_end_make_a_whole_run(shards: list[Path], tmp_path: Path) -> None:
+    straight = read_run(merge_runs(shards, tmp_path / "straight")).rows
+    for directory in shards:
+        os.truncate(directory / RESULTS, (directory / RESULTS).stat().st_size - 1)
+    assert read_run(merge_runs(shards, tmp_path / "merged")).rows == straight
 
 
 def test_a_missing_or_doubled_shard_is_named(shards: list[Path]) -> None:

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from verifiers.cli.endpoint import add_grading_timeout
-from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable
+from verifiers.cli.main import DONE, Command, CommandParser, json_object, make_importable, writing_results
 from verifiers.errors import ConfigError
 from verifiers.monitoring.number_text import rounded
 
@@ -74,7 +74,8 @@ def regrade_run(args: argparse.Namespace) -> int:
             finally:
                 await run_teardown(env)
 
-        done = asyncio.run(work())
+        with writing_results(run.directory.resolve().parent):
+            done = asyncio.run(work())
     _show(args, done)
     return DONE
 

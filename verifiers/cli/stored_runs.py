@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from verifiers.cli.main import DONE, Command, CommandParser
+from verifiers.cli.main import DONE, Command, CommandParser, writing_results
 from verifiers.errors import ConfigError
 from verifiers.server_process import end_by_signals
 
@@ -38,9 +38,11 @@ def _merge(args: argparse.Namespace) -> int:
     from verifiers.reports.evaluation import write_evaluation_report
 
     prices = None if args.prices is None else load_prices(args.prices)
-    directory = merge_runs(args.runs, args.output_dir, prices=prices)
+    with writing_results(Path(args.output_dir)):
+        directory = merge_runs(args.runs, args.output_dir, prices=prices)
+        report = write_evaluation_report(directory)
     print(f"{len(args.runs)} shards: {directory}/results.jsonl")
-    print(write_evaluation_report(directory))
+    print(report)
     return DONE
 
 

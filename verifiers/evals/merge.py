@@ -25,6 +25,7 @@ from verifiers.evals.store import (
     iter_rows,
     new_run_directory,
     read_metadata,
+    repair_last_line,
 )
 from verifiers.evals.summary import PriceTable, run_summary
 
@@ -63,12 +64,11 @@ def merge_runs(
     metadata = _merged_metadata(shards)
     directory = new_run_directory(metadata["env"], metadata["model"], root)
     for name in (RESULTS, FAILURES):
-        parts = [one.directory / name for one in shards if (one.directory / name).is_file()]
-        if parts:
-            with (directory / name).open("wb") as target:
-                for part in parts:
-                    with part.open("rb") as source:
-                        shutil.copyfileobj(source, target)
+        for part in [one.directory / name for one in shards if (one.directory / name).is_file()]:
+            with part.open("rb") as source, (directory / name).open("ab") as target:
+                shutil.copyfileobj(source, target)
+            # the next shard's first line would continue one that has no end
+            repair_last_line(directory / name)
     with ResultStore(directory, metadata) as store:
         seconds = sum(one.metadata["summary"]["seconds"] for one in shards)
         summary = run_summary(results, metadata, seconds, right_from=right_from, prices=prices)
