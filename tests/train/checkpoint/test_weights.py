@@ -59,8 +59,9 @@ def make_model(family: str, seed: int, dtype: torch.dtype = torch.float32) -> An
     return model
 
 
-def make_adapter(kind: str, seed: int, **options: Any) -> Any:
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **ADAPTERS[kind])
+def make_adapter(kind: str, seed: int, *, r: int = 2, alpha: int = 8, **options: Any) -> Any:
+    targets = ["q_proj", "v_proj"]
+    lora = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", **ADAPTERS[kind])
     dtype = torch.float32 if options.get("autocast_adapter_dtype", True) else torch.bfloat16
     model: Any = get_peft_model(make_model("Qwen 3 MoE", 0, dtype), lora, **options)
     scatter((parameter for parameter in model.parameters() if parameter.requires_grad), seed)
@@ -129,6 +130,17 @@ def test_an_adapter_comes_back_in_its_own_dtype_on_a_base_that_is_compared_too(k
             moved.get_base_model().model.norm.weight[0] += 1
         with pytest.raises(CheckpointError, match=r"model\.norm\.weight \(other numbers\)"):
             load(moved, directory)
+
+
+def test_an_adapter_of_another_rank_or_scale_is_refused_with_both(tmp_path: Path) -> None:
+    directory = save(make_adapter("LoRA", 1), tmp_path)
+    for other, words in (
+        (make_adapter("LoRA", 2, alpha=16), "lora_alpha=8, and this run has 16"),
+        (make_adapter("LoRA", 2, r=4), "r=2, and this run has 4"),
+        (make_model("Qwen 3 MoE", 2), "r=2, and this run has no adapter"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{directory} is of an adapter with {words}.*use the same"):
+            load(other, directory)
 
 
 def without(name: str) -> Callable[[dict[str, Any]], Any]:

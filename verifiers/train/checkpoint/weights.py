@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,6 +100,7 @@ class CheckpointWeights:
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         # a rank of a sharded model may fail because another one has ended
         with contextlib.nullcontext() if self._in_shards else unreadable_named("the weights", checkpoint):
+            _check_adapter(path, model)
             # transformers warns of a best checkpoint that is gone, and refuses one of FSDP
             if by_name or not path.is_dir() or any(path.glob("pytorch_model_fsdp*")):
                 load_by_name()
@@ -147,6 +149,27 @@ def _load_pretrained(model: Any, directory: Path) -> None:
     shapes = {name: f"{tuple(saved)} in it, {tuple(own)} here" for name, saved, own in info["mismatched_keys"]}
     _refuse(directory, info["missing_keys"], info["unexpected_keys"], shapes)
     model.load_state_dict(loaded.state_dict())
+
+
+_SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Settings of an adapter by which its numbers are multiplied."""
+
+
+def _check_adapter(directory: Path, model: Any) -> None:
+    """Refuse an adapter that would act otherwise than it was trained, though its numbers may be the same."""
+    file = directory / "adapter_config.json"
+    if not file.is_file():
+        return
+    saved = json.loads(file.read_text())
+    own = model.peft_config[model.active_adapter].to_dict() if hasattr(model, "peft_config") else None
+    for name in _SCALES:
+        had, now = saved.get(name), None if own is None else own.get(name)
+        if had != now:
+            this = "no adapter" if own is None else repr(now)
+            raise CheckpointError(
+                f"{directory} is of an adapter with {name}={had!r}, and this run has {this}: the policy would be "
+                f"another; use the same, or {START_NEW}."
+            )
 
 
 def _compare(directory: Path, found: Mapping[str, str]) -> None:
