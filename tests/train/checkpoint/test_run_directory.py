@@ -133,6 +133,7 @@ class SafetensorError(Exception):
     [
         OSError(28, "No space left on device"),
         SafetensorError("I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # of tokenizers
         RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
     ],
     ids=lambda error: type(error).__name__,

@@ -204,8 +204,9 @@ def _is_of_writing(error: Exception) -> bool:
     # what a hub answers, or that it does not, is an OSError too
     if isinstance(error, (ConnectionError, TimeoutError)) or {"request", "response"} & set(dir(error)):
         return False
-    # torch's archives and safetensors' files are written by code that knows no OSError
-    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or "inline_container" in str(error)
+    # torch's archives, and what safetensors and tokenizers write in Rust, are written by code that knows no OSError
+    signs = ("SafetensorError", "inline_container", "(os error ")
+    return isinstance(error, OSError) or any(sign in f"{type(error).__name__} {error}" for sign in signs)
 
 
 # -- a run that has nothing left to do -------------------------------------------------------------------------------
