@@ -14,6 +14,7 @@ import pytest
 import run_curriculum
 import tiny_world
 
+import verifiers as vf
 from verifiers.cli.train import main
 from verifiers.errors import CheckpointError
 from verifiers.testing import FakeOpenAIServer
@@ -81,6 +82,14 @@ def test_a_run_whose_save_steps_save_nothing_says_so(
 ) -> None:
     trainer_in(tmp_path, max_steps=1, save_steps=0).train()
     assert "no checkpoint before step 1 (save_steps=0): set save_steps\n" in capsys.readouterr().out
+
+
+def test_a_run_that_evaluates_nothing_is_not_said_to_evaluate_on_training_rows(
+    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = vf.SingleTurnEnv(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+    trainer_in(tmp_path, env, max_steps=1).train()
+    assert "eval" not in caplog.text
 
 
 def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import os
 import tempfile
@@ -223,7 +224,9 @@ def with_one_bos(plan: RunPlan, rows: Any, tokenizer: Any) -> RunPlan:
     """Return the plan with `add_special_tokens` off where every text prompt begins with the BOS that it would add."""
     bos: str = getattr(tokenizer, "bos_token", None) or ""
     adds = bos and tokenizer.encode(bos) == [tokenizer.bos_token_id] * 2
-    prompts = (prompt for dataset in (rows, *(one.dataset for one in plan.eval_sets)) for prompt in dataset["prompt"])
+    # a run that evaluates nothing may have no eval rows
+    datasets = itertools.chain([rows], (one.dataset for one in plan.eval_sets))
+    prompts = (prompt for dataset in datasets for prompt in dataset["prompt"])
     if not adds or not all(isinstance(prompt, str) and prompt.startswith(bos) for prompt in prompts):
         return plan
     extra = {"add_special_tokens": False, **(plan.sampling_args.get("extra_body") or {})}
