@@ -40,12 +40,13 @@ from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
 from verifiers.train.checkpoint.weights import (
     CheckpointWeights,
+    check_kept,
     check_optimizer,
     reference_of,
     settings_of_the_run,
     unreadable_named,
 )
-from verifiers.train.config import GRPOConfig, setting_name
+from verifiers.train.config import GRPOConfig
 from verifiers.train.conflicts import refuse_adapters, refuse_processes, unknown_setting
 from verifiers.train.console import ProgressLines, shown
 from verifiers.train.cpu_linear import use_onednn
@@ -534,8 +535,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if checkpoint is not None and not in_shards:
-            check_optimizer(checkpoint, setting_name(self.args.optim))
+        if checkpoint is not None:
+            check_kept(checkpoint, self.args)
+            if not in_shards:
+                check_optimizer(checkpoint)
         read = unreadable_named("the optimizer's state", str(checkpoint))
         with contextlib.nullcontext() if in_shards else read, settings_of_the_run(self.optimizer, self.lr_scheduler):
             super()._load_optimizer_and_scheduler(checkpoint)

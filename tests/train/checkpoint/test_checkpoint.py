@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError
 from verifiers.train.checkpoint.checkpoint import (
     MARKER,
-    OPTIM,
     PENDING_BLOCKS,
     check_resumable,
     dataset_fingerprint,
@@ -27,7 +27,7 @@ from verifiers.train.checkpoint.checkpoint import (
     resume_step,
 )
 from verifiers.train.checkpoint.run_directory import newest_complete
-from verifiers.train.checkpoint.weights import check_optimizer, unreadable_named
+from verifiers.train.checkpoint.weights import check_kept, check_optimizer, unreadable_named
 
 
 @pytest.fixture
@@ -178,15 +178,20 @@ def test_rows_of_a_stage_that_is_yet_to_come_may_be_others(plan: BatchPlan) -> N
     assert dataset_fingerprint(ROWS, staged, 6) != dataset_fingerprint(others, staged, 6)
 
 
-def test_what_a_checkpoint_lacks_or_has_of_another_optimizer_is_named(plan: BatchPlan, tmp_path: Path) -> None:
+def test_what_a_checkpoint_lacks_or_has_of_another_optimizer_or_metric_is_named(
+    plan: BatchPlan, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=r"has no optimizer\.pt, without which no run goes on"):
-        check_optimizer(str(tmp_path), "adamw_torch")
+        check_optimizer(str(tmp_path))
     for name in ("optimizer.pt", "scheduler.pt"):
         (tmp_path / name).touch()
-    mark_complete(tmp_path, plan, 2, {OPTIM: "adamw_torch_fused"})
-    check_optimizer(str(tmp_path), "adamw_torch")
-    with pytest.raises(CheckpointError, match=r"written with optim='adamw_torch', and this run has 'sgd'"):
-        check_optimizer(str(tmp_path), "sgd")
+    check_optimizer(str(tmp_path))
+    mark_complete(tmp_path, plan, 2, {"optim": "adamw_torch_fused", "metric_for_best_model": "eval_reward"})
+    for metric in ("eval_reward", None):
+        check_kept(str(tmp_path), SimpleNamespace(optim="adamw_torch", metric_for_best_model=metric))
+    for now, text in (("sgd", "optim='adamw_torch'"), ("adamw_torch", "metric_for_best_model='eval_reward'")):
+        with pytest.raises(CheckpointError, match=f"written with {text}, and this run has"):
+            check_kept(str(tmp_path), SimpleNamespace(optim=now, metric_for_best_model="eval_reward_stderr"))
 
 
 def test_a_file_that_was_cut_off_is_one_sentence(plan: BatchPlan, tmp_path: Path) -> None:

@@ -45,7 +45,12 @@ PLAN = make_plan(per_device_train_batch_size=4, num_generations=4, num_iteration
 
 def a_directory(root: Path, **settings: Any) -> RunDirectory:
     given: dict[str, Any] = {"should_save": True, "save_only_model": False, "save_strategy": "steps"}
-    given |= {"save_total_limit": None, "temperature": 1.0, "optim": "adamw_torch"}
+    given |= {
+        "save_total_limit": None,
+        "temperature": 1.0,
+        "optim": "adamw_torch",
+        "metric_for_best_model": "eval_reward",
+    }
     args: Any = SimpleNamespace(output_dir=root, **{**given, **settings})
     ranks = Ranks(SimpleNamespace(wait_for_everyone=lambda: None))
     return RunDirectory(args, PLAN, ranks, None, "a model", checksums=dict, blocks=lambda: ())
@@ -68,7 +73,7 @@ def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp
     checkpoint = other.choose(True)
     assert (checkpoint, other.begin(checkpoint, (), resumes=True)) == (
         str(tmp_path / "checkpoint-2"),
-        {TENSORS: {}, "temperature": 1.0, "optim": "adamw_torch"},
+        {TENSORS: {}, "temperature": 1.0, "optim": "adamw_torch", "metric_for_best_model": "eval_reward"},
     )
     other.close()
 
@@ -88,7 +93,12 @@ def test_a_block_in_flight_that_failed_does_not_keep_the_weights_from_being_save
 
     directory._blocks = fails
     save(directory, 2)
-    assert extra_state(tmp_path / "checkpoint-2") == {TENSORS: {}, "temperature": 1.0, "optim": "adamw_torch"}
+    assert extra_state(tmp_path / "checkpoint-2") == {
+        TENSORS: {},
+        "temperature": 1.0,
+        "optim": "adamw_torch",
+        "metric_for_best_model": "eval_reward",
+    }
 
 
 def test_older_checkpoints_are_deleted_here_alone_and_once_the_newer_one_is_complete(tmp_path: Path) -> None:

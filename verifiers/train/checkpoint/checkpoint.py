@@ -64,8 +64,8 @@ TENSORS = "tensors"
 PENDING_BLOCKS = "blocks_in_flight.jsonl"
 """The name of the file in a checkpoint, with one line a block."""
 
-OPTIM = "optim"
-"""What a checkpoint's `extra` has the optimizer's name under."""
+KEPT = ("optim", "metric_for_best_model")
+"""Settings that a checkpoint has in its `extra`: what it holds fits no others."""
 
 START_NEW = "start again at step 0 (vf-train --fresh, or train() alone), or give another output_dir"
 """The remedy for a checkpoint that cannot be resumed."""

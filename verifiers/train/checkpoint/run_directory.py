@@ -20,8 +20,8 @@ from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.training_block import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record
 from verifiers.train.checkpoint.checkpoint import (
+    KEPT,
     MARKER,
-    OPTIM,
     TENSORS,
     check_resumable,
     curriculum_state,
@@ -362,7 +362,7 @@ class RunDirectory:
                 if self._block_log is not None:
                     self._block_log.sync()
                 extra = {**curriculum_state(self._plan), TENSORS: tensors, _TEMPERATURE: self._args.temperature}
-                extra[OPTIM] = setting_name(self._args.optim)
+                extra |= {name: setting_name(getattr(self._args, name)) for name in KEPT}
                 mark_complete(checkpoint, self._plan, step, extra, self._rows, self._model)
         if writes:
             rotate_checkpoints(self.path, self._limit, state.best_model_checkpoint)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from verifiers.errors import CheckpointError, Error
-from verifiers.train.checkpoint.checkpoint import MARKER, OPTIM, START_NEW, TENSORS, extra_state
+from verifiers.train.checkpoint.checkpoint import KEPT, MARKER, START_NEW, TENSORS, extra_state
+from verifiers.train.config import setting_name
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync.protocol import gathered_tensors, is_sharded
 
@@ -60,15 +61,24 @@ def unreadable_named(what: str, checkpoint: str) -> Iterator[None]:
         ) from error
 
 
-def check_optimizer(checkpoint: str, optim: str) -> None:
-    """Refuse a checkpoint without the optimizer's state, which transformers would begin anew, or with another's."""
+def check_kept(checkpoint: str, args: Any) -> None:
+    """Refuse a checkpoint whose optimizer's state, or best value of a metric, is of another setting than now."""
+    saved = extra_state(checkpoint)
+    for name in KEPT:
+        # the fused form has the same state
+        values = saved.get(name), setting_name(getattr(args, name))
+        had, now = (str(value).removesuffix("_fused") for value in values)
+        if had != now and "None" not in (had, now):
+            raise CheckpointError(
+                f"{checkpoint} was written with {name}={had!r}, and this run has {now!r}; {START_NEW}."
+            )
+
+
+def check_optimizer(checkpoint: str) -> None:
+    """Refuse a checkpoint without the optimizer's state, which transformers would begin anew."""
     for name in ("optimizer.pt", "scheduler.pt"):
         if not (Path(checkpoint) / name).is_file():
             raise CheckpointError(f"{checkpoint} has no {name}, without which no run goes on as it was; {START_NEW}.")
-    # the fused form has the same state
-    had, now = (str(name).removesuffix("_fused") for name in (extra_state(checkpoint).get(OPTIM, optim), optim))
-    if had != now:
-        raise CheckpointError(f"{checkpoint} was written with optim={had!r}, and this run has {now!r}; {START_NEW}.")
 
 
 class CheckpointWeights:
