@@ -114,10 +114,15 @@ class Pids:
 
 
 class HttpServer:
-    """The same tools over streamable HTTP, in a thread; can be stopped, and started again on its port."""
+    """The same tools over streamable HTTP, in a thread; can be stopped, and started again on its port.
+
+    Calls of the tool `broken` are answered with 500; `called` is set at the first call of another.
+    """
 
     def __init__(self) -> None:
         self.port = 0
+        self.broken = ""
+        self.called = threading.Event()
         self.headers: list[dict[str, str]] = []
 
     @property
@@ -133,6 +138,13 @@ class HttpServer:
         async def noting(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http":
                 self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+                tool = self.headers[-1].get("mcp-name")
+                if tool == self.broken:
+                    await send({"type": "http.response.start", "status": 500, "headers": []})
+                    await send({"type": "http.response.body"})
+                    return
+                if tool is not None:
+                    self.called.set()
             await app(scope, receive, send)
 
         self._socket = socket.create_server(("127.0.0.1", self.port))

@@ -270,6 +270,18 @@ async def test_an_http_server_that_was_restarted_is_connected_to_again(http: Htt
     await env.close_servers()
 
 
+async def test_a_call_that_an_http_server_fails_to_answer_takes_no_other_rollouts_along(http: HttpServer) -> None:
+    env = environment({"name": "web", "url": http.url})
+    http.broken = "count"
+    waiting = asyncio.create_task(play(env, calls(("wait", {"seconds": 1.0}))))
+    assert await asyncio.to_thread(http.called.wait, 30)
+    assert (await play(env, calls(("count", {})))).outcome is Outcome.ENVIRONMENT_ERROR
+    assert not waiting.done()
+    assert tool_texts((await waiting).completion) == ["waited"]
+    assert [headers["mcp-name"] for headers in http.headers if "mcp-name" in headers] == ["wait", "count", "count"]
+    await env.close_servers()
+
+
 async def test_a_url_without_an_mcp_server_is_an_environment_error(http: HttpServer) -> None:
     rollout = await play(environment({"name": "web", "url": http.url + "/elsewhere"}))
     assert rollout.outcome is Outcome.ENVIRONMENT_ERROR

@@ -109,10 +109,16 @@ class MCPConnection:
         self._connect_timeout_s = connect_timeout_s
         self._end = ""
         self._stop = asyncio.Event()
+        self._calls, self._lost = 0, False
         self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.owner = asyncio.create_task(self._own(), name=f"mcp-{config.name}")
         # `ready` raises the owner's error, if anything waits
         self.owner.add_done_callback(lambda owner: owner.cancelled() or owner.exception())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether new calls need another connection."""
+        return self._lost or self.owner.done()
 
     async def ready(self) -> None:
         """Wait until the server is connected; for any number of tasks.
@@ -166,6 +172,7 @@ class MCPConnection:
 
         if self.owner.done():
             return None
+        self._calls += 1
         try:
             # half of a surrogate pair would end the package's writer, and the server with it
             sent = json.loads(whole_characters(json.dumps(arguments, ensure_ascii=False)))
@@ -173,14 +180,19 @@ class MCPConnection:
         except MCPError as error:
             if not _is_lost(error, over_http=self.config.url is not None):
                 raise ToolCallError(f"{error}") from error
-            self._end = self._end or "the connection was lost"
-            self._stop.set()
+            self._end = self._end or f"the connection was lost ({error})"
+            self._lost = True
             return None
         except ValueError as error:  # pydantic's ValidationError is one
             raise InfraError(f"The MCP server {self.config.name!r} broke the protocol: {error!s:.300}") from error
         except RuntimeError as error:
             # the package checks results against the schema that the server gave for them
             raise ToolCallError(f"{error}") from error
+        finally:
+            self._calls -= 1
+            if self._lost and not self._calls:
+                # not before: over HTTP, other calls may still be answered
+                self._stop.set()
 
     async def close(self) -> None:
         """Disconnect, from any loop; a stdio server's process has ended when this returns.
@@ -414,14 +426,12 @@ class MCPEnv(ToolEnv):
     def _new_connections(self) -> dict[str, MCPConnection]:
         return {config.name: MCPConnection(config, self.connect_timeout_s) for config in self.mcp_servers}
 
-    async def _shared_connection(
-        self, config: MCPServerConfig, instead_of: MCPConnection | None = None
-    ) -> MCPConnection:
+    async def _shared_connection(self, config: MCPServerConfig) -> MCPConnection:
         """Return the running loop's connection to a server; a new one where the last was lost."""
         with self._lock:
             shared = self._shared.setdefault(asyncio.get_running_loop(), {})
             connection = shared.get(config.name)
-            if connection is None or connection is instead_of or connection.owner.done():
+            if connection is None or connection.is_lost:
                 connection = shared[config.name] = MCPConnection(config, self.connect_timeout_s)
         await connection.ready()
         return connection
@@ -456,10 +466,11 @@ class MCPEnv(ToolEnv):
             raise ConfigError("scope is 'rollout', so the tools can be called in a rollout only.")
         result = await self._called(connection, tool, arguments)
         if result is None and self.scope == "process":
-            connection = await self._shared_connection(config, instead_of=connection)
+            connection = await self._shared_connection(config)
             result = await self._called(connection, tool, arguments)
         if result is None:
-            await connection.close()  # then its end has a reason
+            if config.url is None:
+                await connection.close()  # then its end has the server's stderr
             raise connection.failure()
         text = result_text(result, self.max_result_chars)
         if result.is_error:
