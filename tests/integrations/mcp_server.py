@@ -16,6 +16,7 @@ if __name__ == "__main__" and "--pid-file" in sys.argv:
     with open(sys.argv[sys.argv.index("--pid-file") + 1], "a") as pids:
         pids.write(f"{os.getpid()}\n")
 
+from mcp import MCPError
 from mcp.server import MCPServer
 
 
@@ -44,6 +45,10 @@ def build(name: str = "tools") -> MCPServer[Any]:
     @server.tool(description="Always fails.", structured_output=False)
     def fail() -> str:
         raise ValueError("it is broken")
+
+    @server.tool(description="Finds nothing.", structured_output=False)
+    def find(text: str) -> str:
+        raise MCPError(-32000, f"Not Found: {text}")
 
     @server.tool(description="Waits.", structured_output=False)
     async def wait(seconds: float) -> str:

@@ -66,7 +66,7 @@ def test_a_stdio_server_ends_with_its_event_loop(pids: Pids) -> None:
             assert len(pids.all) == runs
             # the end of the loop, without a teardown, ends the server
             pids.wait_until_gone()
-        assert [len(request.body["tools"]) for request in server.requests] == [11] * 4
+        assert [len(request.body["tools"]) for request in server.requests] == [12] * 4
 
 
 async def test_teardown_ends_the_servers_of_other_loops_too(servers: Servers) -> None:
@@ -279,6 +279,15 @@ async def test_a_call_that_an_http_server_fails_to_answer_takes_no_other_rollout
     assert not waiting.done()
     assert tool_texts((await waiting).completion) == ["waited"]
     assert [headers["mcp-name"] for headers in http.headers if "mcp-name" in headers] == ["wait", "count", "count"]
+    await env.close_servers()
+
+
+async def test_neither_long_results_nor_what_a_tool_did_not_find_are_lost_connections(http: HttpServer) -> None:
+    env = environment({"name": "web", "url": http.url, "protocol": "legacy"}, max_result_chars=100)
+    rollout = await play(env, calls(("long", {"length": 2_000_000}), ("find", {"text": "issue 7"})))
+    assert rollout.outcome is Outcome.COMPLETED
+    cut, not_found = tool_texts(rollout.completion)
+    assert (cut[:9], len(cut) < 200, not_found) == ("xxxxxxxxx", True, "Not Found: issue 7")
     await env.close_servers()
 
 

@@ -256,7 +256,9 @@ class MCPConnection:
             timeout = httpx2.Timeout(30.0, read=None)  # calls have a deadline of their own
             http = httpx2.AsyncClient(headers=dict(config.headers or {}), timeout=timeout)
             await stack.enter_async_context(http)
-            return Client(streamable_http_client(config.url, http_client=http), mode=config.protocol)
+            # by default a result of 1 MiB breaks the stream
+            transport = streamable_http_client(config.url, http_client=http, max_sse_event_size=None)
+            return Client(transport, mode=config.protocol)
         parameters = StdioServerParameters(
             command=str(config.command),
             args=list(config.args or ()),
@@ -294,7 +296,7 @@ def _kept_tail(tail: bytearray) -> Iterator[TextIO]:
 
 # the package's texts for a session unknown to a restarted server, and for what is no answer of an MCP server
 _NO_ANSWERS = (
-    "Session not found", "Session terminated", "Server returned an error response", "Not Found",
+    "Session not found", "Session terminated", "Server returned an error response",
     "Unexpected content type", "Failed to parse JSON response", "Failed to parse SSE message",
     "server answered a request with 202",
 )  # fmt: skip
@@ -307,7 +309,8 @@ def _is_lost(error: Any, *, over_http: bool) -> bool:
     text = str(error)
     if error.code == CONNECTION_CLOSED and (text == "Connection closed" or text.startswith("SSE stream")):
         return True
-    return over_http and text.startswith(_NO_ANSWERS)
+    # tools say of their own what they did "Not Found: ..."
+    return over_http and (text == "Not Found" or text.startswith(_NO_ANSWERS))
 
 
 def _reason(error: BaseException) -> str:
