@@ -19,6 +19,7 @@ from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.python_repl import PythonInterpreter
+from verifiers.sandbox.spec import SandboxSpec
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
 
@@ -103,6 +104,15 @@ async def test_long_output_is_cut_in_the_middle_and_says_so(interpreter: PythonI
     assert text.endswith("é" * 900)
     assert len(text) < 2100
     assert await interpreter.run("1") == "1"
+
+
+async def test_output_that_has_no_room_ends_no_interpreter_and_is_not_told_with_the_next_cells() -> None:
+    async with await open_sandbox(SandboxSpec(file_bytes=1 << 20)) as sandbox:
+        interpreter = PythonInterpreter(sandbox, cell_timeout_s=60.0, max_output_chars=2000)
+        text = await interpreter.run("x = 5\nfor _ in range(50_000): print('a' * 50)")
+        assert text.startswith("a" * 50 + "\n")
+        assert text.endswith("\nOSError (its traceback is lost: File too large)")
+        assert await interpreter.run("x") == "5"
 
 
 async def test_a_forked_child_does_not_become_a_second_interpreter(interpreter: PythonInterpreter) -> None:

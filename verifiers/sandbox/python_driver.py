@@ -47,15 +47,19 @@ class Driver:
         self.namespace = sys.modules["__main__"].__dict__
         sys.argv, sys.path[:0] = [""], [os.getcwd()]
         self.sources: list[str] = []
+        self.unwritten = ""
         self.loop: Any = None
 
     def serve(self) -> None:
+        self.open_streams()
         self.reply(b"ready", "")
         for line in self.requests:
             nonce, _, code = line.rstrip(b"\n").partition(b" ")
-            self.open_streams()
             self.run(code.decode(CODEC))
-            self.reply(nonce, self.output())
+            # before the file is emptied, or what had no room there would be written with the next cell's
+            self.open_streams()
+            self.reply(nonce, "\n".join(filter(None, (self.output(), self.unwritten))))
+            self.unwritten = ""
 
     def open_streams(self) -> None:
         """Open the standard streams, whatever the cell before has done to them."""
@@ -136,8 +140,9 @@ class Driver:
             while place is not None and not place.tb_frame.f_code.co_filename.startswith("<cell "):
                 place = place.tb_next
             traceback.print_exception(type(error), error, place, file=sys.stderr)
-        except BaseException:  # an exception may fail to print itself, or there is no memory to do so
-            os.write(2, f"{type(error).__name__}\n".encode())
+        except BaseException as why:  # an exception may fail to print itself, or there is no memory or room to do so
+            reason = f" (its traceback is lost: {why.strerror})" if type(why) is OSError else ""
+            self.unwritten = f"{type(error).__name__}{reason}"
 
 
 def compiled(code: str, name: str) -> Iterator[CodeType]:
