@@ -338,6 +338,12 @@ async def test_an_action_outside_the_space_is_invalid() -> None:
 
 
 @needs_gymnasium
+async def test_a_space_without_texts_needs_an_action_parser() -> None:
+    with pytest.raises(vf.ConfigError, match=r"Box\(-2\.0, 2\.0.*action_parser"):
+        await play(env_of("Pendulum-v1"), ["1.5"])
+
+
+@needs_gymnasium
 async def test_blackjacks_observation_is_a_tuple_and_stays_one() -> None:
     env = env_of("Blackjack-v1")
     rollout = await play(env, ["0"])

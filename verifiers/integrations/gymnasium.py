@@ -353,7 +353,13 @@ def _distinct_seeds(salt: str, count: int, taken: set[int]) -> list[int]:
     return list(seeds)
 
 
+# spaces of gymnasium that hold no string
+_NEVER_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "Sequence", "Tuple")
+
+
 def _default_action(text: str, space: Any) -> Any:
+    if type(space).__name__ in _NEVER_TEXT:
+        raise ConfigError(f"No answer's text is an action in {space}; give an action_parser.")
     if type(space).__name__ != "Discrete":
         return text.strip()
     numbers: list[str] = re.findall(r"-?\d+", text)
