@@ -261,6 +261,13 @@ async def test_text_goes_into_the_actions_only_field() -> None:
         assert said(rollout)[-1] == "hello\nthere"
 
 
+async def test_a_text_field_that_no_action_has_is_refused_at_the_first_rollout() -> None:
+    with OpenEnvServer(action_schema=MESSAGE_SCHEMA) as server:
+        with pytest.raises(vf.ConfigError, match="text_field is 'mesage'; the server's actions have message"):
+            await play(environment(server, text_field="mesage"), "hello")
+        assert server.begun == 0
+
+
 async def test_parsers_of_ones_own_make_the_action() -> None:
     async def shifted(text: str) -> dict[str, int]:
         return {"guess": int(text) - 1}

@@ -389,7 +389,7 @@ class OpenEnvEnv(MultiTurnEnv):
 
     Raises:
         ConfigError: an invalid address, a bound below 1, completion mode. At the first rollout: no OpenEnv
-            server is at `base_url`.
+            server is at `base_url`, or its actions have no `text_field`.
     """
 
     def __init__(
@@ -455,7 +455,11 @@ class OpenEnvEnv(MultiTurnEnv):
     async def setup_state(self, state: State, **kwargs: Any) -> State:
         if self._action_schema is None:
             seconds = self.limits.connect_timeout_s
-            self._action_schema = await action_schema_of(self.base_url, self._headers, seconds)
+            schema = await action_schema_of(self.base_url, self._headers, seconds)
+            known = _properties(schema)
+            if self.text_field is not None and known and self.text_field not in known:
+                raise ConfigError(f"text_field is {self.text_field!r}; the server's actions have {', '.join(known)}.")
+            self._action_schema = schema
         state.update(openenv_session=None, done=False, action_errors=0, answers_handled=0)
         first = await self._begin(state, {**self.reset, **_reset_arguments(state)})
         if first.done:
