@@ -221,6 +221,16 @@ async def test_stop_errors_end_the_rollout_and_others_do_not() -> None:
         assert rollout.failure.kind == "ToolParseError"
 
 
+async def test_stop_errors_end_the_rollout_out_of_a_group_of_a_tools_tasks_too() -> None:
+    async def fail_in_a_task() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(fail, "x"))
+
+    answers = (called(("fail_in_a_task", {})), "done")
+    for kinds, outcome in (([LookupError], Outcome.ENVIRONMENT_ERROR), ([OSError], Outcome.COMPLETED)):
+        assert (await run_one(env_with(fail_in_a_task, stop_errors=kinds), *answers)).outcome is outcome
+
+
 async def test_results_are_text_unless_they_are_content_parts() -> None:
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     own = [[{"type": "book", "title": "Dune"}], [{"type": "text", "lines": 3}], [{"type": "file", "file": "a.txt"}]]

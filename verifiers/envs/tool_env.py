@@ -183,10 +183,10 @@ class ToolEnv(MultiTurnEnv):
         if ExceptionGroup("", [error]).subgroup(NOT_FOR_THE_MODEL):
             raise error
         wrapped = error if isinstance(error, ToolError) else ToolCallError(f"{type(error).__name__}: {error}")
-        stops = tuple(self.stop_errors)
         # what was wrapped, here or in call_tool, is asked for by its own class too
         cause = error.__cause__ if isinstance(error, ToolError) else None
-        if any(isinstance(kind, stops) for kind in (error, wrapped, cause)):
+        asked = BaseExceptionGroup("", [kind for kind in (error, wrapped, cause) if kind is not None])
+        if asked.subgroup(tuple(self.stop_errors)):
             if wrapped is error:
                 raise error
             raise wrapped from error
