@@ -239,6 +239,20 @@ async def test_a_policy_works_by_the_tool_shell_and_never_sees_the_tests() -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("podman")
+@pytest.mark.parametrize(
+    "last",
+    ["rm -rf /app", "rm -rf /app; sleep 60", "rm -rf /app /logs; touch /app /logs"],
+    ids=["gone", "late", "file"],
+)
+async def test_a_policy_that_removes_its_directory_is_tested_by_what_it_left(last: str) -> None:
+    env = HarborEnv(TASKS, tool="podman", tasks=["mend-program"], command_timeout_s=2)
+    answers = [shell(last), shell("echo on"), "Done."]
+    rollout = await played(env, ClientBackend(FakeClient(answers)), "mend-program")
+    assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.0), rollout.failure
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("podman")
 async def test_an_agent_is_the_images_user_or_one_that_is_there(tmp_path: Path) -> None:
     folder = copy_of("two-users", tmp_path, "[verifier]\nuser = 'root'\nenv = { EXPECTED = 'worker' }\n")
     with (folder / "environment/Dockerfile").open("a") as dockerfile:

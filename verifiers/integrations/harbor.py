@@ -58,8 +58,11 @@ _ROOT = "0"
 _FOLDERS = (
     "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs/agent /logs/verifier /logs/artifacts"
 )
-# the tests are nobody's but the task's, and no reward is older than they
-_CLEAR = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
+# the tests are nobody's but the task's, and no reward is older than they; without its directory no command starts
+_CLEAR = """
+for place in /logs {workdir}; do [ -d "$place" ] || rm -rf "$place"; done
+rm -rf /tests /logs/verifier && mkdir -p {workdir} /tests /logs/verifier && chmod 777 /logs/verifier
+"""
 # one command, as each costs as much as a container: the name and the text of the reward, and the end of the output
 _OUTPUT = f"tail -c {_LOG_CHARS} /logs/verifier/test-stdout.txt"
 _TEST = f"""
@@ -358,7 +361,7 @@ class _Trial:
 
     async def begin(self) -> None:
         """Prepare the container for the first step. Raises SandboxError where it does not become healthy."""
-        self.container.workdir = self.task.environment.workdir
+        self.container.workdir = self.task.environment.workdir or self.container.workdir
         await self._be_healthy(self.task.environment.healthcheck)
         await self._prepare()
 
@@ -384,7 +387,7 @@ class _Trial:
         rewards = {} if self.problem else self._rewards[-1]
         if self.problem or any(rewards.get(key, -math.inf) < least for key, least in self.step.min_reward.items()):
             return False
-        await self._as_root(_CLEAR)
+        await self._clear()
         self._place += 1
         await self._prepare()
         return True
@@ -407,7 +410,7 @@ class _Trial:
     async def _test(self) -> None:
         step, container = self.step, self.container
         self._is_tested = True
-        await self._as_root(_CLEAR)
+        await self._clear()
         for folder in step.tests:
             await container.copy_in(folder, "/tests")
         if not os.access(step.test, os.X_OK):
@@ -446,6 +449,13 @@ class _Trial:
             with contextlib.suppress(OSError):
                 artifacts[name] = (await self.container.read(name)).decode(errors="replace")
         return {"test_output": shortened("\n".join(self._outputs), max_chars), "artifacts": artifacts}
+
+    async def _clear(self) -> None:
+        workdir, self.container.workdir = self.container.workdir, "/"
+        try:
+            await self._as_root(_CLEAR.format(workdir=shlex.quote(workdir)))
+        finally:
+            self.container.workdir = workdir
 
     async def _as_root(self, command: str) -> None:
         before, self.container.user = self.container.user, _ROOT

@@ -213,18 +213,25 @@ class ContainerSandbox(Sandbox):
             raise SandboxError("The sandbox died: its container ended.")
 
     def _exec(
-        self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None, user: str | None = None
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bool,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
     ) -> _Client:
         self._check_alive()
         # without its value, which the tool takes from its own environment: an argument could be read by every user
         options = [*(["--interactive"] if stdin else []), *(f"--env={name}" for name in env or ())]
-        places = {"user": user or self.user, "workdir": self.workdir}
+        places = {"user": user or self.user, "workdir": workdir or self.workdir}
         options += [f"--{name}={value}" for name, value in places.items() if value is not None]
         return _Client([self._tool, "exec", *options, self.name, *command], stdin=stdin, env=env)
 
     async def _inside(self, script: str, *arguments: str) -> int | None:
         """Run a line for the shell as whoever may kill the commands; return its exit code, None after a time."""
-        client = self._exec(["sh", "-c", script, "sh", *arguments], stdin=False, user=self._killer)
+        # the commands may have removed their directory
+        client = self._exec(["sh", "-c", script, "sh", *arguments], stdin=False, user=self._killer, workdir="/")
         with drained(client.pipes, None, 0, 0, lambda: None):
             try:
                 has_ended = await client.ended(_TOOL_S)
@@ -358,10 +365,10 @@ class ImageContainer(ContainerSandbox):
     Attributes:
         user: whom commands run as; at first the image's own.
         image_user: the image's own.
-        workdir: where they run; None for the image's own.
+        workdir: where they run; at first the image's own.
     """
 
-    workdir: str | None = None
+    workdir: str
     image_user: str
     _killer = "0"
     _kill_all = ': >"$1.gone"; kill -9 -"$(cat "$1")"'
@@ -386,10 +393,13 @@ class ImageContainer(ContainerSandbox):
     async def wait_until_ready(self) -> None:
         await super().wait_until_ready()
         # the container's own is root, whom its start needs
-        code, said = await call_tool(self._tool, "image", "inspect", "--format={{.Config.User}}", self.spec.image)
+        asked = "--format={{.Config.WorkingDir}} {{.Config.User}}"
+        code, said = await call_tool(self._tool, "image", "inspect", asked, self.spec.image)
         if code != 0:
             raise SandboxError(f"the user of the image {self.spec.image!r} is not known: {said.strip()}")
-        self.user = self.image_user = said.partition("\n")[0].strip() or "0"
+        workdir, _, user = said.partition("\n")[0].rpartition(" ")
+        self.workdir, self.user = workdir or "/", user or "0"
+        self.image_user = self.user
 
     async def _run(
         self, command: str | list[str], *, stdin: bytes | None, timeout_s: float, env: dict[str, str]
