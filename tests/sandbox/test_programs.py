@@ -176,12 +176,13 @@ subprocess.Popen(child, start_new_session=True, stdout=subprocess.DEVNULL, stder
     ("program", "options", "outcome", "text"),
     [
         ("ask('hi'); held = bytearray(1 << 30)", {}, FAILED, "emory"),
+        ("ask('hi')\nwhile True: print('x' * (1 << 20))", {}, FAILED, "bytes more than output_bytes"),
         ("print(1)", {}, FAILED, "without an answer of the policy; does it use OPENAI_BASE_URL"),
         ("ask('hi'); time.sleep(600)", {"rollout_timeout_s": 5.0}, Outcome.TIMED_OUT, "rollout_timeout_s=5"),
         ("time.sleep(600)", {"timeout_seconds": 3.0}, FAILED, "no answer of the policy"),
         ("ask('hi')", {"faults": [Fault(400)]}, Outcome.PROVIDER_ERROR, "400"),
     ],
-    ids=["memory", "silent", "hang", "hang-without-a-call", "provider"],
+    ids=["memory", "loud", "silent", "hang", "hang-without-a-call", "provider"],
 )  # fmt: skip
 async def test_a_program_that_fails_has_no_reward_and_leaves_no_process(
     isolation: IsolationLevel,

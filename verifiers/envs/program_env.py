@@ -21,6 +21,7 @@ from verifiers.parsers.messages import cleanup_messages
 from verifiers.rubrics.rubric import Rubric, RubricGroup
 from verifiers.rubrics.scoring import is_finite_number
 from verifiers.sandbox import open_sandbox, renewed
+from verifiers.sandbox.pipes import FLOOD_BYTES
 from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
 from verifiers.types import Messages, RolloutInput, RolloutScore, State, message_field, message_text
 
@@ -224,10 +225,10 @@ class _Program:
         # containers give 128 and the signal
         signal = -ran.exit_code if ran.exit_code and ran.exit_code < 0 else (ran.exit_code or 0) - 128
         if 0 < signal < 32:
-            raise AgentError(
-                f"{self} was killed by signal {signal}; where its memory ran out, raise the sandbox's "
-                f"memory_bytes{self.last_errors}"
-            )
+            why = "where its memory ran out, raise the sandbox's memory_bytes"
+            if ran.dropped_bytes > FLOOD_BYTES:
+                why = f"it printed {ran.dropped_bytes:,} bytes more than output_bytes"
+            raise AgentError(f"{self} was killed by signal {signal}; {why}{self.last_errors}")
         if ran.exit_code != 0:
             raise AgentError(f"{self} ended with exit code {ran.exit_code}{self.last_errors}")
 
