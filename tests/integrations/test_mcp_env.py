@@ -160,6 +160,20 @@ def test_names_fit_what_endpoints_take() -> None:
     assert list(names.values()) == ["read_text", "x" * 64, "web__add"]
 
 
+def test_tools_whose_names_endpoints_cannot_tell_apart_are_numbered() -> None:
+    tools = [
+        ("web", "read file"),
+        ("web", "read.file"),
+        ("a", "文件"),
+        ("a", "目录"),
+        ("b", "y" * 70),
+        ("b", "y" * 71),
+    ]
+    names = list(chat_names(tools).values())
+    assert names[:4] == ["web__read_file", "web__read_file_2", "a____", "a_____2"]
+    assert names[4:] == ["b__" + "y" * 61, "b__" + "y" * 59 + "_2"]
+
+
 def test_schemas_without_properties_are_objects_nevertheless() -> None:
     schema = {"$schema": "s", "title": "T", "type": "object", "additionalProperties": False}
     assert parameters_of(schema) == {"type": "object", "properties": {}, "additionalProperties": False}

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -500,14 +501,21 @@ async def _close_all(connections: _Connections) -> None:
 
 
 def chat_names(tools: Sequence[tuple[str, str]], taken: Collection[str] = ()) -> dict[tuple[str, str], str]:
-    """Return names for the policy, by (server, tool): the tool's own, or `server__tool` where that is not unique."""
-    own = {pair: _allowed(pair[1]) for pair in tools}
-    names = [*own.values(), *taken]
-    return {pair: name if names.count(name) == 1 else _allowed(f"{pair[0]}__{pair[1]}") for pair, name in own.items()}
+    """Return names for the policy, by (server, tool): the tool's own, or `server__tool` where that is not unique.
+
+    Those that are alike nevertheless, in what endpoints take of them, are numbered.
+    """
+    own = [_allowed(tool) for _, tool in tools]
+    names: dict[tuple[str, str], str] = {}
+    for pair, name in zip(tools, own, strict=True):
+        full = name if [*own, *taken].count(name) == 1 else f"{pair[0]}__{pair[1]}"
+        candidates = (_allowed(full, f"_{number}" if number > 1 else "") for number in itertools.count(1))
+        names[pair] = next(one for one in candidates if one not in {*names.values(), *taken})
+    return names
 
 
-def _allowed(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:_LONGEST_NAME]
+def _allowed(name: str, ending: str = "") -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[: _LONGEST_NAME - len(ending)] + ending
 
 
 def parameters_of(schema: Mapping[str, Any]) -> dict[str, Any]:
