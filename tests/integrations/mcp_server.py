@@ -24,6 +24,7 @@ def build(name: str = "tools") -> MCPServer[Any]:
     """Build the server; `count` keeps state as long as the server lives."""
     server: MCPServer[Any] = MCPServer(name, log_level="ERROR")
     counter = {"value": 0}
+    present, all_are_here = [0], asyncio.Event()
 
     @server.tool(description="Add two numbers.", structured_output=False)
     def add(a: int, b: int) -> str:
@@ -54,6 +55,14 @@ def build(name: str = "tools") -> MCPServer[Any]:
     async def wait(seconds: float) -> str:
         await asyncio.sleep(seconds)
         return "waited"
+
+    @server.tool(description="Waits until so many calls are here.", structured_output=False)
+    async def meet(parties: int) -> str:
+        present[0] += 1
+        if present[0] == parties:
+            all_are_here.set()
+        await all_are_here.wait()
+        return "met"
 
     @server.tool(description="The process's environment.", structured_output=False)
     def environ() -> str:

@@ -66,7 +66,7 @@ def test_a_stdio_server_ends_with_its_event_loop(pids: Pids) -> None:
             assert len(pids.all) == runs
             # the end of the loop, without a teardown, ends the server
             pids.wait_until_gone()
-        assert [len(request.body["tools"]) for request in server.requests] == [12] * 4
+        assert [len(request.body["tools"]) for request in server.requests] == [13] * 4
 
 
 async def test_teardown_ends_the_servers_of_other_loops_too(servers: Servers) -> None:
@@ -279,6 +279,14 @@ async def test_a_call_that_an_http_server_fails_to_answer_takes_no_other_rollout
     assert not waiting.done()
     assert tool_texts((await waiting).completion) == ["waited"]
     assert [headers["mcp-name"] for headers in http.headers if "mcp-name" in headers] == ["wait", "count", "count"]
+    await env.close_servers()
+
+
+async def test_more_than_a_hundred_calls_are_at_an_http_server_at_once(http: HttpServer) -> None:
+    env = environment({"name": "web", "url": http.url}, tool_timeout_s=20)
+    rollout = await play(env, calls(*[("meet", {"parties": 120})] * 120))
+    assert rollout.outcome is Outcome.COMPLETED
+    assert tool_texts(rollout.completion) == ["met"] * 120
     await env.close_servers()
 
 

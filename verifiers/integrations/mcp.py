@@ -254,8 +254,9 @@ class MCPConnection:
         if config.url is not None:
             import httpx2
 
-            timeout = httpx2.Timeout(30.0, read=None)  # calls have a deadline of their own
-            http = httpx2.AsyncClient(headers=dict(config.headers or {}), timeout=timeout)
+            # calls have their own deadline, and one that waits 30 s for one of 100 connections would end them all
+            timeout, limits = httpx2.Timeout(30.0, read=None), httpx2.Limits(max_connections=None)
+            http = httpx2.AsyncClient(headers=dict(config.headers or {}), timeout=timeout, limits=limits)
             await stack.enter_async_context(http)
             # by default a result of 1 MiB breaks the stream
             transport = streamable_http_client(config.url, http_client=http, max_sse_event_size=None)
