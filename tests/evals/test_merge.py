@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -170,6 +172,15 @@ def test_shards_whose_last_line_lost_its_end_make_a_whole_run(shards: list[Path]
     for directory in shards:
         os.truncate(directory / RESULTS, (directory / RESULTS).stat().st_size - 1)
     assert read_run(merge_runs(shards, tmp_path / "merged")).rows == straight
+
+
+def test_a_merge_that_a_full_disk_ends_is_no_finished_run(
+    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "copyfileobj", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        merge_runs(shards, tmp_path / "merged")
+    assert read_metadata(next((tmp_path / "merged").glob("*/*")))["status"] == "running"
 
 
 def test_a_missing_or_doubled_shard_is_named(shards: list[Path]) -> None:

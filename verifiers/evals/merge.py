@@ -63,13 +63,14 @@ def merge_runs(
         _count(one, results)
     metadata = _merged_metadata(shards)
     directory = new_run_directory(metadata["env"], metadata["model"], root)
-    for name in (RESULTS, FAILURES):
-        for part in [one.directory / name for one in shards if (one.directory / name).is_file()]:
-            with part.open("rb") as source, (directory / name).open("ab") as target:
-                shutil.copyfileobj(source, target)
-            # the next shard's first line would continue one that has no end
-            repair_last_line(directory / name)
+    # on a disk that fills up the run is known to be unfinished
     with ResultStore(directory, metadata) as store:
+        for name in (RESULTS, FAILURES):
+            for part in [one.directory / name for one in shards if (one.directory / name).is_file()]:
+                with part.open("rb") as source, (directory / name).open("ab") as target:
+                    shutil.copyfileobj(source, target)
+                # the next shard's first line would continue one that has no end
+                repair_last_line(directory / name)
         seconds = sum(one.metadata["summary"]["seconds"] for one in shards)
         summary = run_summary(results, metadata, seconds, right_from=right_from, prices=prices)
         store.write_metadata(summary=summary, status="finished")
