@@ -227,8 +227,14 @@ async def test_stop_errors_end_the_rollout_out_of_a_group_of_a_tools_tasks_too()
             tasks.create_task(asyncio.to_thread(fail, "x"))
 
     answers = (called(("fail_in_a_task", {})), "done")
-    for kinds, outcome in (([LookupError], Outcome.ENVIRONMENT_ERROR), ([OSError], Outcome.COMPLETED)):
-        assert (await run_one(env_with(fail_in_a_task, stop_errors=kinds), *answers)).outcome is outcome
+    for kind, outcome in (
+        (LookupError, Outcome.ENVIRONMENT_ERROR),
+        (ExceptionGroup, Outcome.ENVIRONMENT_ERROR),
+        (OSError, Outcome.COMPLETED),
+    ):
+        assert (await run_one(env_with(fail_in_a_task, stop_errors=[kind]), *answers)).outcome is outcome
+    alone = called(("fail", {"text": "x"})), "done"
+    assert (await run_one(env_with(fail, stop_errors=[ExceptionGroup]), *alone)).outcome is Outcome.COMPLETED
 
 
 async def test_results_are_text_unless_they_are_content_parts() -> None:

@@ -186,7 +186,8 @@ class ToolEnv(MultiTurnEnv):
         # what was wrapped, here or in call_tool, is asked for by its own class too
         cause = error.__cause__ if isinstance(error, ToolError) else None
         asked = BaseExceptionGroup("", [kind for kind in (error, wrapped, cause) if kind is not None])
-        if asked.subgroup(tuple(self.stop_errors)):
+        stops = tuple(self.stop_errors)
+        if asked.subgroup(lambda one: one is not asked and isinstance(one, stops)):
             if wrapped is error:
                 raise error
             raise wrapped from error
