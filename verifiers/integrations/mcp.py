@@ -504,11 +504,11 @@ async def _close_all(connections: _Connections) -> None:
 def chat_names(tools: Sequence[tuple[str, str]], taken: Collection[str] = ()) -> dict[tuple[str, str], str]:
     """Return names for the policy, by (server, tool): the tool's own, or `server__tool` where that is not unique.
 
-    Those that are alike nevertheless, in what endpoints take of them, are numbered.
+    Those that are alike nevertheless, in what endpoints take of them, are numbered in alphabetical order.
     """
     own = [_allowed(tool) for _, tool in tools]
     names: dict[tuple[str, str], str] = {}
-    for pair, name in zip(tools, own, strict=True):
+    for pair, name in sorted(zip(tools, own, strict=True)):
         full = name if [*own, *taken].count(name) == 1 else f"{pair[0]}__{pair[1]}"
         candidates = (_allowed(full, f"_{number}" if number > 1 else "") for number in itertools.count(1))
         names[pair] = next(one for one in candidates if one not in {*names.values(), *taken})
