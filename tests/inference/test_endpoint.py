@@ -218,10 +218,11 @@ async def test_headers_and_query_of_endpoint_and_call_are_sent_and_a_given_autho
     server: FakeOpenAIServer,
 ) -> None:
     endpoint = Endpoint(server.url, KEY, {"authorization": "Basic abc", "X-Team": "blue"})
-    await one_call(endpoint, extra_headers={"X-Call": "1"}, extra_query={"api-version": "3"})
+    query = {"api-version": 3, "debug": True, "team": None}
+    await one_call(endpoint, extra_headers={"X-Call": "1"}, extra_query=query)
     headers = server.requests[0].headers
     assert (headers["authorization"], headers["x-team"], headers["x-call"]) == ("Basic abc", "blue", "1")
-    assert server.requests[0].query == {"api-version": "3"}
+    assert server.requests[0].query == {"api-version": "3", "debug": "true"}
     assert {"extra_headers", "extra_query"}.isdisjoint(server.requests[0].body)
 
 

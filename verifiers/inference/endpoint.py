@@ -252,8 +252,13 @@ class HttpBackend:
 
         session = self._open_session()
         url = (self._root if path in (TOKENIZE, GENERATE) else self.base_url) + path
-        places = {"extra_headers": "headers", "extra_query": "params"}
-        options: dict[str, Any] = {places[name]: arguments[name] for name in places if arguments.get(name)}
+        options: dict[str, Any] = {}
+        if headers := arguments.get("extra_headers"):
+            options["headers"] = headers
+        if query := arguments.get("extra_query"):
+            # as the SDK writes them
+            texts = {name: json.dumps(value) if isinstance(value, bool) else value for name, value in query.items()}
+            options["params"] = {name: value for name, value in texts.items() if value is not None}
         content = _encode(body)
         # a large one is written piece by piece, so that other calls have the loop between them
         sent = content if len(content) <= _SENT_AT_ONCE else io.BytesIO(content)
