@@ -344,6 +344,16 @@ async def test_a_space_without_texts_needs_an_action_parser() -> None:
 
 
 @needs_gymnasium
+@pytest.mark.filterwarnings("ignore:.*Casting input x:UserWarning")
+async def test_a_box_of_no_dimension_takes_the_text_of_a_number(walk: type[Walk]) -> None:
+    from gymnasium.spaces import Box
+
+    walk.action_space = Box(-2, 2, shape=())  # type: ignore[attr-defined]
+    rollout = await play(env_of(walk), ["1.5", "3", "3", "3"])
+    assert [step.get("reward") for step in rollout.state["trajectory"]][:2] == [-1.0, 0.0]
+
+
+@needs_gymnasium
 async def test_blackjacks_observation_is_a_tuple_and_stays_one() -> None:
     env = env_of("Blackjack-v1")
     rollout = await play(env, ["0"])

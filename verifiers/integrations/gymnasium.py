@@ -354,11 +354,12 @@ def _distinct_seeds(salt: str, count: int, taken: set[int]) -> list[int]:
 
 
 # spaces of gymnasium that hold no string
-_NEVER_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "Sequence", "Tuple")
+_NEVER_TEXT = ("Box", "Dict", "Graph", "MultiBinary", "MultiDiscrete", "OneOf", "Sequence", "Tuple")
 
 
 def _default_action(text: str, space: Any) -> Any:
-    if type(space).__name__ in _NEVER_TEXT:
+    # a Box of no dimension takes the text of a number for one
+    if type(space).__name__ in _NEVER_TEXT and getattr(space, "shape", None) != ():
         raise ConfigError(f"No answer's text is an action in {space}; give an action_parser.")
     if type(space).__name__ != "Discrete":
         return text.strip()
