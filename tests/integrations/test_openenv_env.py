@@ -266,6 +266,9 @@ async def test_a_text_field_that_no_action_has_is_refused_at_the_first_rollout()
         with pytest.raises(vf.ConfigError, match="text_field is 'mesage'; the server's actions have message"):
             await play(environment(server, text_field="mesage"), "hello")
         assert server.begun == 0
+    with OpenEnvServer(action_schema={**MESSAGE_SCHEMA, "additionalProperties": True}) as server:
+        await play(environment(server, text_field="note"), "hello")
+        assert server.begun == 1
 
 
 async def test_parsers_of_ones_own_make_the_action() -> None:

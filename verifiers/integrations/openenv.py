@@ -456,7 +456,7 @@ class OpenEnvEnv(MultiTurnEnv):
         if self._action_schema is None:
             seconds = self.limits.connect_timeout_s
             schema = await action_schema_of(self.base_url, self._headers, seconds)
-            known = _properties(schema)
+            known = {} if schema.get("additionalProperties") else _properties(schema)
             if self.text_field is not None and known and self.text_field not in known:
                 raise ConfigError(f"text_field is {self.text_field!r}; the server's actions have {', '.join(known)}.")
             self._action_schema = schema
