@@ -89,7 +89,7 @@ def test_a_run_that_evaluates_nothing_is_not_said_to_evaluate_on_training_rows(
 ) -> None:
     env = vf.SingleTurnEnv(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
     trainer_in(tmp_path, env, max_steps=1).train()
-    assert "eval" not in caplog.text
+    assert "evaluating on" not in caplog.text
 
 
 def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(
