@@ -187,9 +187,9 @@ def test_what_a_checkpoint_lacks_or_has_of_another_optimizer_or_metric_is_named(
         (tmp_path / name).touch()
     check_optimizer(str(tmp_path))
     mark_complete(tmp_path, plan, 2, {"optim": "adamw_torch_fused", "metric_for_best_model": "eval_reward"})
-    for metric in ("eval_reward", None):
+    for metric in ("eval_reward", "reward", None):
         check_kept(str(tmp_path), SimpleNamespace(optim="adamw_torch", metric_for_best_model=metric))
-    for now, text in (("sgd", "optim='adamw_torch'"), ("adamw_torch", "metric_for_best_model='eval_reward'")):
+    for now, text in (("sgd", "optim='adamw_torch'"), ("adamw_torch", "metric_for_best_model='reward'")):
         with pytest.raises(CheckpointError, match=f"written with {text}, and this run has"):
             check_kept(str(tmp_path), SimpleNamespace(optim=now, metric_for_best_model="eval_reward_stderr"))
 

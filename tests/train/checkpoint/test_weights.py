@@ -141,6 +141,9 @@ def test_an_adapter_of_another_rank_or_scale_is_refused_with_both(tmp_path: Path
     ):
         with pytest.raises(CheckpointError, match=rf"{directory} is of an adapter with {words}.*use the same"):
             load(other, directory)
+    named = save(make_adapter("LoRA", 1, adapter_name="mine"), tmp_path / "named")
+    with pytest.raises(CheckpointError, match="lora_alpha=8, and this run has 16"):
+        load(make_adapter("LoRA", 2, alpha=16, adapter_name="mine"), named)
 
 
 def without(name: str) -> Callable[[dict[str, Any]], Any]:

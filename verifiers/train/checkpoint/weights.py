@@ -65,12 +65,13 @@ def check_kept(checkpoint: str, args: Any) -> None:
     """Refuse a checkpoint whose optimizer's state, or best value of a metric, is of another setting than now."""
     saved = extra_state(checkpoint)
     for name in KEPT:
-        # the fused form has the same state
+        # the fused form has the same state, and transformers adds the prefix
         values = saved.get(name), setting_name(getattr(args, name))
-        had, now = (str(value).removesuffix("_fused") for value in values)
+        had, now = (str(value).removesuffix("_fused").removeprefix("eval_") for value in values)
         if had != now and "None" not in (had, now):
             raise CheckpointError(
-                f"{checkpoint} was written with {name}={had!r}, and this run has {now!r}; {START_NEW}."
+                f"{checkpoint} was written with {name}={had!r}, and this run has {now!r}; "
+                f"use the same, or {START_NEW}."
             )
 
 
@@ -167,11 +168,13 @@ _SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 def _check_adapter(directory: Path, model: Any) -> None:
     """Refuse an adapter that would act otherwise than it was trained, though its numbers may be the same."""
-    file = directory / "adapter_config.json"
+    active = model.active_adapters[0] if hasattr(model, "peft_config") else "default"
+    # PEFT saves those of other names in a folder each
+    file = directory / ("" if active == "default" else active) / "adapter_config.json"
     if not file.is_file():
         return
     saved = json.loads(file.read_text())
-    own = model.peft_config[model.active_adapter].to_dict() if hasattr(model, "peft_config") else None
+    own = model.peft_config[active].to_dict() if hasattr(model, "peft_config") else None
     for name in _SCALES:
         had, now = saved.get(name), None if own is None else own.get(name)
         if had != now:
