@@ -244,8 +244,14 @@ async def test_a_policy_works_by_the_tool_shell_and_never_sees_the_tests() -> No
     ["rm -rf /app", "rm -rf /app; sleep 60", "rm -rf /app /logs; touch /app /logs"],
     ids=["gone", "late", "file"],
 )
-async def test_a_policy_that_removes_its_directory_is_tested_by_what_it_left(last: str) -> None:
-    env = HarborEnv(TASKS, tool="podman", tasks=["mend-program"], command_timeout_s=2)
+@pytest.mark.parametrize("workdir", ["/app", "/app/tests"])
+async def test_a_policy_that_removes_its_directory_is_tested_by_what_it_left(
+    last: str, workdir: str, tmp_path: Path
+) -> None:
+    folder = copy_of("mend-program", tmp_path)
+    with (folder / "environment/Dockerfile").open("a") as file:
+        file.write(f"WORKDIR {workdir}\n")
+    env = HarborEnv(folder, tool="podman", command_timeout_s=2)
     answers = [shell(last), shell("echo on"), "Done."]
     rollout = await played(env, ClientBackend(FakeClient(answers)), "mend-program")
     assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.0), rollout.failure

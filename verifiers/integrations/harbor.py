@@ -60,7 +60,10 @@ _FOLDERS = (
 )
 # the tests are nobody's but the task's, and no reward is older than they; without its directory no command starts
 _CLEAR = """
-for place in /logs {workdir}; do [ -d "$place" ] || rm -rf "$place"; done
+for place in /logs {workdir}; do
+    # a file may also stand in place of a directory above it
+    while [ ! -d "$place" ]; do rm -rf "$place"; place=$(dirname "$place"); done
+done
 rm -rf /tests /logs/verifier && mkdir -p {workdir} /tests /logs/verifier && chmod 777 /logs/verifier
 """
 # one command, as each costs as much as a container: the name and the text of the reward, and the end of the output
