@@ -255,7 +255,9 @@ class MCPConnection:
             import httpx2
 
             # calls have their own deadline, and one that waits 30 s for one of 100 connections would end them all
-            timeout, limits = httpx2.Timeout(30.0, read=None), httpx2.Limits(max_connections=None)
+            timeout = httpx2.Timeout(30.0, read=None)
+            # uvicorn closes a connection that was idle for 5 s; a request that crosses that would be lost
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=4.0)
             http = httpx2.AsyncClient(headers=dict(config.headers or {}), timeout=timeout, limits=limits)
             await stack.enter_async_context(http)
             # by default a result of 1 MiB breaks the stream
