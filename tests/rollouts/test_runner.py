@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 
 from verifiers.envs.environment import Environment
@@ -21,7 +22,7 @@ from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeClient, Fault, decode_ids
-from verifiers.types import Outcome, RolloutKey, State
+from verifiers.types import Outcome, RolloutKey, RolloutScore, State
 
 ONE_TRY = RetryPolicy(max_attempts=1)
 
@@ -224,6 +225,38 @@ async def test_a_rubric_that_gives_no_number_is_a_grading_error(reward: Any) -> 
 
     rollout = await run_one(Asks(Odd()))
     assert (rollout.outcome, rollout.reward) == (Outcome.GRADING_ERROR, None)
+
+
+class Gives(Rubric):
+    """A rubric of a user's own."""
+
+    def __init__(self, reward: Any, **metrics: Any) -> None:
+        super().__init__()
+        self.given = RolloutScore(reward, metrics)
+
+    async def score_states(self, states: Any) -> Any:
+        return [self.given for _ in states]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "high", 1e39])
+async def test_a_rubric_of_ones_own_that_gives_no_number_is_a_grading_error(reward: Any) -> None:
+    rollout = await run_one(Asks(Gives(reward)))
+    assert (rollout.outcome, rollout.reward) == (Outcome.GRADING_ERROR, None)
+    assert re.match("GradingError: the rubric returned", str(rollout.failure))
+
+
+@pytest.mark.parametrize(
+    "rubric",
+    [
+        Gives(numpy.float32(0.5), m=numpy.bool_(True), no_number=float("nan")),
+        Rubric([lambda: 1.0, lambda: 1.0], weights=[numpy.float32(0.5), 0.0]),
+    ],
+)
+async def test_rewards_and_metrics_of_numpy_become_plain_floats(rubric: Rubric) -> None:
+    rollout = await run_one(Asks(rubric))
+    assert (rollout.reward, type(rollout.reward)) == (0.5, float)
+    assert {type(value) for value in rollout.metrics.values()} == {float}
+    assert rollout.metrics.get("m", 1.0) == 1.0
 
 
 async def test_failures_leave_the_rest_of_the_group_scored_and_the_counts_add_up() -> None:

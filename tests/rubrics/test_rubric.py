@@ -133,6 +133,7 @@ async def test_the_reward_is_the_weighted_sum_and_metrics_of_one_name_are_number
     [
         (None, "GradingError: returned None, not a finite number"),
         (float("nan"), "GradingError: returned nan, not a finite number"),
+        (1e40, "GradingError: returned 1e+40, and float32 holds 3.4e+38 at most"),
     ],
 )
 async def test_a_result_that_is_no_finite_number_is_a_failed_grade(result: Any, text: str) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -481,28 +481,36 @@ def _own_copy(value: Any) -> Any:
 
 
 def take_score(rollout: Rollout, score: RolloutScore) -> None:
-    """Give a rollout its score; a failed grade makes it a `grading_error`."""
+    """Give a rollout its score; a failed grade, or a reward that is no number, makes it a `grading_error`."""
     if score["errors"]:
         failed = score["errors"][0]
-        rollout.outcome = Outcome.GRADING_ERROR
-        rollout.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
+        _fail_grade(rollout, f"{failed['func']}: {failed['error']}")
         return
-    rollout.reward, rollout.metrics = score["reward"], score["metrics"]
-    rollout.advantage = rollout.state.get("advantage")
     # credit is for training; a stored run that is graded again has no steps
     rewards, advantages = credit_of_steps(rollout.state) if rollout.rows else ([], [])
+    whose = "the rubric"
+    try:
+        # a rubric of one's own may give numbers of numpy or torch, or none
+        reward, whose = finite_float(score["reward"]), "the reward of a step of the trajectory:"
+        by_step = [0.0 if reward is None else finite_float(reward) for reward in rewards]
+    except GradingError as error:
+        _fail_grade(rollout, f"{whose} {error}")
+        return
+    rollout.reward, rollout.metrics = reward, {}
+    for name, value in score["metrics"].items():
+        with suppress(GradingError):
+            rollout.metrics[name] = finite_float(value)
+    rollout.advantage = rollout.state.get("advantage")
     by_function = score.get("turn_rewards")
     if by_function is not None or any(reward is not None for reward in rewards):
-        try:
-            by_step = [0.0 if reward is None else finite_float(reward) for reward in rewards]
-        except GradingError as error:
-            rollout.reward, rollout.outcome = None, Outcome.GRADING_ERROR
-            rollout.failure = Failure("GradingError", f"the reward of a step of the trajectory: {error}")
-            return
         rollout.turn_rewards = added_by_turn(by_step, by_function)
     if any(advantage is not None for advantage in advantages):
         rollout.turn_advantages = advantages
     rollout.role_rewards = score.get("role_rewards")
+
+
+def _fail_grade(rollout: Rollout, text: str) -> None:
+    rollout.outcome, rollout.failure = Outcome.GRADING_ERROR, Failure("GradingError", text)
 
 
 def credit_of_steps(state: State) -> tuple[list[Any], list[Any]]:

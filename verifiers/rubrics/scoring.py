@@ -42,6 +42,9 @@ Reward = float | list[float] | dict[str, float]
 ARGUMENTS = ("prompt", "completion", "answer", "state", "task", "info")
 PLURALS = frozenset(f"{name}s" for name in ARGUMENTS)
 
+LARGEST = 3.4e38
+"""The largest reward: training holds advantages in float32."""
+
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
 MAX_WAITING_THREADS = 64
 
@@ -421,13 +424,15 @@ def _finite_dict(value: Any) -> dict[str, float]:
 
 
 def finite_float(value: Any) -> float:
-    """Return the value as a float; a GradingError where it is not a finite number."""
+    """Return the value as a float; a GradingError where it is not a finite number of float32."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise GradingError(f"returned {reprlib.repr(value)}, not a finite number")
+    if abs(number) > LARGEST:
+        raise GradingError(f"returned {number:g}, and float32 holds {LARGEST:g} at most")
     return number
 
 

@@ -16,14 +16,13 @@ from typing import Any, Literal
 from verifiers.errors import ConfigError
 from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.rubrics.scoring import LARGEST
 from verifiers.types import RolloutKey
 
 ScaleRewards = Literal["group", "batch", "none"]
 
 ROUNDING = 1e-12
 """Relative spread of rewards below which they count as equal: a weighted sum taken in another order differs so."""
-
-_LARGEST = 3.4e38  # of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +341,7 @@ def _by_token(
         for turn, count in row.turn_lengths.items():
             own = given[turn]
             found += [base + added[turn] if own is None else one_advantage(own)] * count
-    if not all(abs(value) <= _LARGEST for value in found):
+    if not all(abs(value) <= LARGEST for value in found):
         raise ConfigError(f"the advantages of {rollout.key}'s turns are not finite in float32: {set(found)!r}.")
     return found
 
@@ -385,7 +384,7 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
     """Return the environment's advantage of a rollout, checked against its sampled tokens."""
     given = plain_advantage(rollout.advantage)
     values = given if isinstance(given, list) else [given or 0.0]
-    if not all(abs(value) <= _LARGEST for value in values):
+    if not all(abs(value) <= LARGEST for value in values):
         raise ConfigError(
             f"the environment gave {rollout.key} an advantage that is not finite in float32: {given!r}; give finite "
             "numbers"
@@ -424,7 +423,7 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False,
 def _finite(group: Sequence[float | None]) -> list[float | None]:
     values = [None if reward is None else float(reward) for reward in group]
     for value in values:
-        if value is not None and not abs(value) <= _LARGEST:
+        if value is not None and not abs(value) <= LARGEST:
             raise ConfigError(
                 f"a reward of {value!r} in the group {values!r} is not finite in float32; a reward function that "
                 "cannot score must raise, so that the rollout is kept out"
