@@ -21,7 +21,7 @@ from verifiers.evals.results import RolloutResults
 
 def run(sampling: dict[str, Any] | None = None, **known: Any) -> EvaluationRun:
     plan = {"env": "sums", "num_examples": 4, "rollouts_per_example": 3, "sampling_args": sampling or {}}
-    return replace(new_run(Path("nowhere"), plan, vf.Rubric()), **known)
+    return replace(new_run(Path("nowhere"), plan, vf.SingleTurnEnv(eval_dataset=[{"question": "q"}])), **known)
 
 
 def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:

@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import verifiers as vf
+from verifiers.evals.evaluation_run import new_run
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
@@ -118,6 +120,16 @@ def test_training_asks_an_override_for_each_group_and_records_every_rollouts_own
         # a rollout that is played twice has both answers in one row
         assert (rollout.turns, len(rollout.rows), rollout.forks) == (2 if kind is Twice else 1, 1, 0)
         assert text in "".join(map(chr, rollout.rows[0].completion_ids))
+
+
+@pytest.mark.parametrize("in_a_group", [False, True])
+async def test_an_evaluation_asks_an_override_for_the_rollouts_of_a_prompt(in_a_group: bool, tmp_path: Path) -> None:
+    env = Env()
+    whole = vf.EnvGroup([env]) if in_a_group else env
+    evaluation = new_run(tmp_path, {"num_examples": 3, "rollouts_per_example": 2, "seed": 0}, whole)
+    await evaluation.run(run_of(whole), whole.rows_to_evaluate(), None)
+    assert env.asked == [2, 2, 2]
+    assert evaluation.results.scored == 6
 
 
 @pytest.mark.parametrize("kind", KINDS)

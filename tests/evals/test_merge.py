@@ -74,7 +74,7 @@ def evaluated(root: Path, env: vf.Environment, each: int, shard: Shard | None = 
     """Run an evaluation, or a shard of it, and return its directory."""
     dataset = env.rows_to_evaluate()
     whole = {**PLAN, "num_examples": len(dataset), "rollouts_per_example": each, **plan}
-    run = open_run(whole | ({} if shard is None else {"shard": str(shard)}), env.rubric, root)
+    run = open_run(whole | ({} if shard is None else {"shard": str(shard)}), env, root)
     with ResultStore(run.directory, {**run.metadata, "status": "running"}) as store:
         runner = Run(env, ClientBackend(FakeClient(reply)), "m", {"temperature": 1.0})
         asyncio.run(run.run(runner, dataset, store.append))
@@ -133,13 +133,13 @@ def test_each_shard_is_resumed_by_itself_and_the_merged_run_by_the_unsharded_com
     first, second = (evaluated(tmp_path, env, 2, Shard(number, 2)) for number in (1, 2))
     assert (first.name[8:], second.name[8:]) == ("-1-of-2", "-2-of-2")
     plan = {**PLAN, "num_examples": 4, "rollouts_per_example": 2}
-    again = open_run({**plan, "shard": "2/2"}, env.rubric, tmp_path)
+    again = open_run({**plan, "shard": "2/2"}, env, tmp_path)
     assert (again.directory, again.is_complete) == (second, True)
     merged = merge_runs([second, first / "results.jsonl"], tmp_path)
     metadata = read_metadata(merged)
     assert [session["shard"] for session in metadata["sessions"]] == ["1/2", "2/2"]
     assert (metadata["merged_from"], metadata["summary"]["seconds"]) == ([str(first), str(second)], 2.0)
-    continued = open_run(plan, env.rubric, tmp_path)
+    continued = open_run(plan, env, tmp_path)
     assert (continued.directory, continued.is_complete) == (merged, True)
 
 

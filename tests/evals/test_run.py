@@ -49,6 +49,7 @@ def load_environment(n=500):
     return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([good, even], weights=[1.0, 0.25]))
 """
 
+ENV = vf.SingleTurnEnv(eval_dataset=[{"question": "q"}])
 PLAN: dict[str, Any] = {
     "env": "sums",
     "env_version": None,
@@ -145,17 +146,17 @@ def test_what_failed_is_left_to_do_and_the_last_line_counts(tmp_path: Path) -> N
 
 
 def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts_also_of_killed_ones(tmp_path: Path) -> None:
-    run = open_run(PLAN, vf.Rubric(), tmp_path)
+    run = open_run(PLAN, ENV, tmp_path)
     for ends_after_s, seconds in ((5.0, 5.0), (10.0, 15.0), (-20.0, 15.0)):
         with ResultStore(run.directory, {**run.metadata, "status": "running"}):
             write(run.directory, [row(0, 0, 1.0)])
         began_s = (run.directory / METADATA).stat().st_mtime
         os.utime(run.directory / RESULTS, (began_s, began_s + ends_after_s))
-        run = open_run(PLAN, vf.Rubric(), tmp_path)
+        run = open_run(PLAN, ENV, tmp_path)
         assert run.summary(2.0)["seconds"] == pytest.approx(seconds + 2.0)
     with ResultStore(run.directory, run.metadata) as store:
         store.write_metadata(summary=run.summary(2.0), status="stopped")
-    assert open_run(PLAN, vf.Rubric(), tmp_path).summary(1.0)["seconds"] == pytest.approx(18.0)
+    assert open_run(PLAN, ENV, tmp_path).summary(1.0)["seconds"] == pytest.approx(18.0)
 
 
 def test_where_rollouts_are_compared_a_group_that_lacks_one_is_done_again_whole(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def _evaluate(
         played = settings.open([(env, make)], blocked_s=args.grading_timeout).of(env, dataset)
     backend, limiter = _open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
-    run = open_run(plan, env.rubric, args.output_dir, rows=dataset, fresh=args.fresh, redact=redact)
+    run = open_run(plan, env, args.output_dir, rows=dataset, fresh=args.fresh, redact=redact)
     say = (lambda text: None) if args.json else (lambda text: tell(f"vf-eval: {text}"))
     if run.is_complete:
         say("already complete; --fresh runs it again")

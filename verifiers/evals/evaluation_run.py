@@ -225,7 +225,7 @@ class EvaluationRun:
     """An evaluation that is new or continued; made by `open_run` or `new_run`.
 
     Attributes:
-        whole_groups: the rubric scores a prompt's rollouts together.
+        whole_groups: a prompt's rollouts are played, or scored, together.
         results: numbers of all rollouts so far, this process's and those before.
         done: for each prompt, the generations that were finished before.
         ran, tokens: rollouts and completion tokens of this process.
@@ -272,7 +272,7 @@ class EvaluationRun:
             await run_units(runner, self._units_left(requests), take, self.interruption)
 
     def _units_left(self, groups: Iterable[list[RolloutRequest]]) -> Iterator[list[RolloutRequest]]:
-        """Yield the remaining rollouts in units that are scored together: a rollout, or a prompt's group."""
+        """Yield the remaining rollouts in units that are played together: a rollout, or a prompt's group."""
         for group in groups:
             done = self.done.get(group[0].key.example_id, ())
             missing = [request for request in group if request.key.generation not in done]
@@ -328,7 +328,7 @@ _SIZE = ("prompts", "num_examples", "rollouts_per_example")
 
 def open_run(
     plan: Mapping[str, Any],
-    rubric: Any,
+    env: Any,
     root: str | Path,
     *,
     rows: Any = None,
@@ -346,8 +346,8 @@ def open_run(
     directory = None if fresh else find_run(parent, plan, rows)
     if directory is None:
         directory = new_run_directory(plan["env"], plan["model"], root, shard=Shard.of_run(plan))
-        return new_run(directory, plan, rubric, redact=redact)
-    redact, whole_groups, stored = redact or Redactor(()), scores_whole_groups(rubric), read_metadata(directory)
+        return new_run(directory, plan, env, redact=redact)
+    redact, whole_groups, stored = redact or Redactor(()), plays_whole_groups(env), read_metadata(directory)
     if stored.get("status") == "running" and (directory / RESULTS).is_file():
         # killed, so nobody wrote its seconds: they are those from its first metadata to its last rollout
         last, first = ((directory / name).stat().st_mtime for name in (RESULTS, METADATA))
@@ -361,19 +361,17 @@ def open_run(
     if not run.is_complete:
         # else nothing is run today, so nothing of today belongs to the run
         kept: dict[str, Any] = {name: stored[name] for name in ("started", "started_at", "summary") if name in stored}
-        begun = _begun(plan, rubric)
+        begun = _begun(plan, env.rubric)
         run.metadata = {**begun, **kept, "sessions": [*stored.get("sessions", ()), *begun["sessions"]]}
     return run
 
 
-def new_run(
-    directory: Path, plan: Mapping[str, Any], rubric: Any, *, redact: Redactor | None = None
-) -> EvaluationRun:
+def new_run(directory: Path, plan: Mapping[str, Any], env: Any, *, redact: Redactor | None = None) -> EvaluationRun:
     """Return a new run of a plan in a directory, which need not exist yet."""
     redact = redact or Redactor(())
     results = RolloutResults(redact=redact)
     return EvaluationRun(
-        directory, _begun(plan, rubric), _planned(plan), scores_whole_groups(rubric), redact, results
+        directory, _begun(plan, env.rubric), _planned(plan), plays_whole_groups(env), redact, results
     )
 
 
@@ -463,6 +461,13 @@ def finished_rollouts(
         results.add(row)
     least = rollouts_per_example if whole_groups else 0
     return results, {example: done for example, done in scored.items() if len(done) >= least}
+
+
+def plays_whole_groups(env: Any) -> bool:
+    """Return whether a rollout may depend on the others of its prompt: by its reward, or by a `run_rollouts`."""
+    module = str(getattr(env.run_rollouts, "__module__", ""))
+    is_own = module.partition(".")[0] != "verifiers"
+    return is_own or scores_whole_groups(env.rubric) or any(map(plays_whole_groups, getattr(env, "envs", ())))
 
 
 def scores_whole_groups(rubric: Any) -> bool:

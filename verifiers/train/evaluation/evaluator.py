@@ -109,7 +109,7 @@ class Evaluator:
         parts = []
         for one in sets:
             sampling = self._sampling(one)
-            run = self.stored.run(step, prefix, one.name, self._metadata(one, sampling, step), one.env.rubric)
+            run = self.stored.run(step, prefix, one.name, self._metadata(one, sampling, step), one.env)
             runner = _runner_of(generator, one, sampling, limiter)
             parts.append(functools.partial(self._evaluate_set, one, run, runner, one.metric_prefix(prefix)))
         deadline_s = float(self._args.eval_timeout or self._args.async_generation_timeout)

@@ -40,7 +40,7 @@ class StoredEvaluations:
         self.own: set[Path] = set()
         self._redact = redact
 
-    def run(self, step: int, prefix: str, name: str, metadata: Mapping[str, Any], rubric: Any) -> EvaluationRun:
+    def run(self, step: int, prefix: str, name: str, metadata: Mapping[str, Any], env: Any) -> EvaluationRun:
         """Return the evaluation of one set, in a directory of its own.
 
         Another prefix than "eval" is another evaluation of the same step.
@@ -51,7 +51,7 @@ class StoredEvaluations:
         if directory.exists():
             directory = _fresh(directory)
         self.own.add(self.root / directory.relative_to(self.root).parts[0])
-        return new_run(directory, metadata, rubric, redact=self._redact())
+        return new_run(directory, metadata, env, redact=self._redact())
 
 
 def remove_later_evaluations(output_dir: str | Path, step: int) -> None:
