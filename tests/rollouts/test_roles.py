@@ -143,3 +143,16 @@ def test_a_group_whose_roles_differ_has_a_gradient() -> None:
     same = [rollout_of(number, {"proposer": 1.0, "solver": 0.0}) for number in range(2)]
     assert has_zero_variance(Group(0, same))
     assert not has_zero_variance(Group(0, [same[0], rollout_of(1, {"proposer": 0.0, "solver": 1.0})]))
+
+
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_a_group_of_which_one_was_cut_off_and_zeroed_has_a_gradient_though_all_got_the_same(by_turn: bool) -> None:
+    """Turn rewards, and the roles of a game of zero sum, leave the rollouts' own rewards at 0."""
+    same = [rollout_of(number, {} if by_turn else {"proposer": 1.0, "solver": -1.0}) for number in range(2)]
+    for rollout in same:
+        rollout.turn_rewards = [1.0, 0.0, 0.0] if by_turn else None
+    assert has_zero_variance(Group(0, same), zero_truncated_completions=True, by_turn=by_turn)
+    same[1].outcome = Outcome.TRUNCATED
+    assert not has_zero_variance(Group(0, same), zero_truncated_completions=True, by_turn=by_turn)
+    plain = [dataclasses.replace(one, role_rewards=None, turn_rewards=None) for one in same]
+    assert has_zero_variance(Group(0, plain), zero_truncated_completions=True, by_turn=by_turn)

@@ -410,11 +410,15 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False,
     """
     if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
         return False
-    if any(one.role_rewards != group.scored[0].role_rewards for one in group.scored):
+
+    def credit(one: Rollout) -> tuple[Any, Any]:
+        if zero_truncated_completions and one.is_truncated:
+            return None, None
+        return one.role_rewards, (one.turn_rewards or None) if by_turn else None
+
+    if any(credit(one) != credit(group.scored[0]) for one in group.scored):
         return False
     if any(any(one.turn_advantages or ()) for one in group.scored):
-        return False
-    if by_turn and len({tuple(one.turn_rewards or ()) for one in group.scored}) > 1:
         return False
     rewards = [_reward(rollout, zero_truncated_completions) or 0.0 for rollout in group.scored]
     return _are_equal(rewards)
