@@ -299,7 +299,10 @@ def test_failures_take_no_part_in_the_returns_and_truncated_ones_count_as_zero()
 def test_another_number_of_turn_rewards_than_of_turns_is_refused() -> None:
     one = by_turn(0, [1.0, 0.0], 0.0)
     one.turns = 3
-    with pytest.raises(ConfigError, match=r"for 2 turns, and the policy had 3; give one for each step"):
+    with pytest.raises(
+        ConfigError,
+        match=r"2 turns, and the policy had 3; give one for each answer that is trained",
+    ):
         rollout_advantages(block([one, by_turn(1, [0.0, 0.0], 0.0)]), turn_discount=1.0)
 
 

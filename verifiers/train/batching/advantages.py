@@ -321,7 +321,8 @@ def _of_each_turn(rollout: Rollout, given: list[Any] | None) -> list[Any] | None
     if given is not None and len(given) != rollout.turns:
         raise ConfigError(
             f"{rollout.key} has rewards or advantages for {len(given)} turns, and the policy had {rollout.turns}; "
-            "give one for each step of the trajectory."
+            "give one for each answer that is trained. get_model_response makes a step of every answer: ask "
+            "client.untrained and other models by their `create`."
         )
     return given
 
