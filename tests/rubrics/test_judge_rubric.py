@@ -215,7 +215,10 @@ async def test_a_verdict_that_stays_unreadable_is_a_failed_grade() -> None:
     [
         ("yes", True),
         ("Yes, there is no doubt.", True),
-        ("No doubt about it: yes", None),
+        ("No doubt about it: yes", True),
+        ("The response has no errors and matches the reference.", None),
+        ("No errors found. The response is correct.", None),
+        ("Is it correct? No, it is not.", False),
         ("There is no doubt. The answer is: Yes!", True),
         ("<think>yes? no.</think> yes", True),
         ("<think>There is no unit, but the number", None),
