@@ -210,6 +210,23 @@ async def test_a_verdict_that_stays_unreadable_is_a_failed_grade() -> None:
         )
 
 
+@pytest.mark.parametrize("field", ["{completion}", '{"score": 1}', "{}", "{answer[0]"])
+def test_a_prompt_that_cannot_be_filled_in_is_refused_before_anything_is_sampled(field: str) -> None:
+    for kind, named in ((vf.JudgeRubric, "{response}"), (vf.RankingRubric, "{responses}")):
+        funcs = [judge_yes_no] if kind is vf.JudgeRubric else []
+        known = kind(judge_client=FakeClient(), judge_prompt=named + " {answer[0]!r:>9} {{}}", funcs=funcs)
+        known.refuse_unsupplied()
+        with pytest.raises(ConfigError, match=r"cannot be filled in.*write other braces twice"):
+            kind(judge_client=FakeClient(), judge_prompt=named + field, funcs=funcs).refuse_unsupplied()
+
+
+def test_a_prompt_that_a_function_fills_in_itself_is_its_own() -> None:
+    async def filled(judge_client: Any, judge_prompt: str) -> float:
+        return 1.0
+
+    vf.JudgeRubric(judge_client=FakeClient(), judge_prompt="{response} {rules}", funcs=[filled]).refuse_unsupplied()
+
+
 @pytest.mark.parametrize(
     ("text", "verdict"),
     [

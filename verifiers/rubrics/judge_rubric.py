@@ -9,8 +9,9 @@ import importlib
 import inspect
 import os
 import re
+import string
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, GradingError, ModelError
@@ -249,6 +250,18 @@ class JudgeRubric(Rubric):
         names = {name for func in self.reward_funcs for name in signature_of(func).names}
         if isinstance(self.judge_client, LazyOpenAI) and names & {"judge", "judge_client", "verdict"}:
             _ = self.judge_client.api_key
+        # a judge of a subclass's own may fill the prompt in another way
+        if "verdict" in names or ("judge" in names and type(self).judge is JudgeRubric.judge):
+            self._refuse_unfillable("question", "answer", "response")
+
+    def _refuse_unfillable(self, *names: str) -> None:
+        try:
+            fields = [field for _, field, *_ in string.Formatter().parse(self.judge_prompt) if field is not None]
+            unknown = {re.split(r"[.\[]", field)[0] for field in fields} - {*names}
+            if unknown:
+                raise LookupError(min(unknown))
+        except (LookupError, ValueError) as error:
+            raise ConfigError(_unfillable(error, names)) from error
 
     def judge(
         self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any
@@ -372,10 +385,14 @@ class JudgeRubric(Rubric):
         try:
             return self.judge_prompt.format(**texts)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
-            raise GradingError(
-                f"The judge_prompt cannot be filled in ({type(error).__name__}: {error}): it may have "
-                f"{', '.join(f'{{{name}}}' for name in texts)}; write other braces twice."
-            ) from error
+            raise GradingError(_unfillable(error, texts)) from error
+
+
+def _unfillable(error: Exception, names: Iterable[str]) -> str:
+    return (
+        f"The judge_prompt cannot be filled in ({type(error).__name__}: {error}): it may have "
+        f"{', '.join(f'{{{name}}}' for name in names)}; write other braces twice."
+    )
 
 
 async def _answered_text(backend: Backend, arguments: Mapping[str, Any]) -> str:

@@ -89,6 +89,10 @@ class RankingRubric(JudgeRubric):
         self.seed = seed
         self.add_reward_func(cast(RewardFunc, self.ranking), weight)
 
+    def refuse_unsupplied(self) -> None:
+        super().refuse_unsupplied()
+        self._refuse_unfillable("question", "answer", "responses", "example")
+
     async def ranking(
         self,
         prompts: Sequence[Messages],
