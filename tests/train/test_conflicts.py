@@ -126,8 +126,10 @@ def test_an_argument_that_nobody_supplies_is_refused_before_anything_is_sampled(
     rubric = vf.Rubric([func])
     env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "4"}] * 2, rubric=rubric)
     group = vf.EnvGroup([env, vf.SingleTurnEnv(dataset=[{"question": "?"}])], ["a", "b"])
+    nested = vf.EnvGroup([group], ["c"])
+    with_a_rubric = vf.EnvGroup([vf.SingleTurnEnv(dataset=[{"question": "?"}] * 2)], ["d"], rubric=rubric)
     args = settings(tmp_path, per_device_train_batch_size=2, num_generations=2, max_steps=1)
-    for made in (env, group):
+    for made in (env, group, nested, with_a_rubric):
         with pytest.raises(ConfigError, match=f"has a parameter '{missing}', which nobody supplies; there are "):
             plan_run(args, made)
         with pytest.raises(ConfigError, match=f"'{missing}'"):
