@@ -18,7 +18,7 @@ import os
 import reprlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -293,6 +293,8 @@ def _values(results: list[Any], count: int, call: RewardCall) -> list[Reward | B
         try:
             if isinstance(results[0], BaseException):
                 raise results[0]
+            if isinstance(results[0], (Mapping, Set, str)):
+                raise GradingError(f"returned {results[0]!r:.100}; give a list, one reward for each rollout in order")
             results = list(results[0])
             if len(results) != count:
                 raise GradingError(f"returned {len(results)} rewards for {count} rollouts")
