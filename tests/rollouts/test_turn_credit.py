@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from verifiers.errors import NothingScoredError
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.recording_client import rows_from_turns
-from verifiers.rollouts.rollout import Rollout, RolloutRequest, Turn
-from verifiers.testing import FakeOpenAIServer
-from verifiers.types import RolloutKey
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock, Turn
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.batching.advantages import turn_advantages
+from verifiers.types import Outcome, RolloutKey
 
 PROMPT = [{"role": "user", "content": "x"}]
 
@@ -38,10 +41,12 @@ async def asks_for_all(states: list[Any]) -> list[list[float]]:
     return [[1.0] * state["turn"] for state in states]
 
 
-def played(*rubrics: vf.Rubric, kind: type[vf.MultiTurnEnv] = Dialogue) -> Rollout:
+def played(
+    *rubrics: vf.Rubric, kind: type[vf.MultiTurnEnv] = Dialogue, answers: Sequence[Any] = ("a", "bb", "ccc")
+) -> Rollout:
     rubric = rubrics[0] if len(rubrics) == 1 else vf.RubricGroup(list(rubrics))
     env = kind(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=rubric, max_turns=3)
-    with FakeOpenAIServer(["a", "bb", "ccc"]) as server, AsyncBatchGenerator(env, server.url, "fake") as blocks:
+    with FakeOpenAIServer(list(answers)) as server, AsyncBatchGenerator(env, server.url, "fake") as blocks:
         blocks.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT)]))
         (rollout,) = blocks.get_batch(0, 20.0).rollouts
     return rollout
@@ -58,6 +63,16 @@ def test_steps_and_marked_functions_give_rewards_to_turns_and_not_to_the_rollout
     (row,) = rollout.rows
     assert list(row.turn_lengths) == [0, 1, 2]
     assert sum(row.turn_lengths.values()) == row.sampled_tokens
+
+
+def test_a_last_prompt_that_is_too_long_is_a_step_and_no_turn() -> None:
+    too_long = Fault(400, body={"error": {"message": "maximum context length", "code": "context_length_exceeded"}})
+    rollout = played(vf.Rubric([lengths, lambda completion: 3.0]), answers=["a", "bb", too_long])
+    assert (rollout.outcome, rollout.turns) == (Outcome.TRUNCATED, 2)
+    assert rollout.turn_rewards == [1.0, 2.5]
+    assert rollout.turn_advantages == [None, 7.0]
+    group = Group(0, [rollout, dataclasses.replace(rollout, key=RolloutKey(0, 0, 1))])
+    assert len(turn_advantages(ScoredBlock(0, [group]), discount=0.5)[rollout.key]) == 2
 
 
 def test_without_any_the_turns_have_none() -> None:

@@ -32,7 +32,7 @@ from verifiers.inference.wire import MaskSource
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.teacher import Teacher
-from verifiers.rubrics.scoring import added_by_turn, finite_float, grading_deadline
+from verifiers.rubrics.scoring import added_by_turn, finite_float, grading_deadline, is_answered
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
 
 logger = logging.getLogger("verifiers.rollouts")
@@ -515,13 +515,14 @@ def _fail_grade(rollout: Rollout, text: str) -> None:
 
 
 def credit_of_steps(state: State) -> tuple[list[Any], list[Any]]:
-    """Return the reward and the advantage that each step of a trajectory was given, None for none.
+    """Return the reward and the advantage that each answered step of a trajectory was given, None for none.
 
     Environments may keep steps of a kind of their own, which have neither.
     """
     steps = state.get("trajectory") or ()
     if not all(isinstance(step, dict) for step in steps):
         return [], []
+    steps = [step for step in steps if is_answered(step)]
     # by the dict's own method: other fields of a step are computed when they are asked for
     return [dict.get(step, "reward") for step in steps], [dict.get(step, "advantage") for step in steps]
 

@@ -31,7 +31,7 @@ from verifiers.concurrency import (
     without_partials,
 )
 from verifiers.errors import GradingError
-from verifiers.types import FailedGrade, RolloutScore, State
+from verifiers.types import FailedGrade, RolloutScore, State, message_field
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,16 +127,23 @@ def role_reward(func: F) -> F:
 
 
 def for_each_turn(value: Any, state: State) -> Any:
-    """Return a reward, or in its place what is wrong with a list that is not as long as the policy had turns."""
+    """Return a reward, a list as one of the answered turns; in its place what is wrong with one of another length."""
     if not isinstance(value, list):
         return value
     # by the dict's own method: the state of a stored run, which has no steps, refuses to be asked
     steps = dict.get(state, "trajectory") or ()
     # environments may keep steps of a kind of their own
     is_told = bool(steps) and all(isinstance(step, dict) for step in steps)
-    if not is_told or len(value) == len(steps):
+    if not is_told:
         return value
+    if len(value) == len(steps):
+        return [one for one, step in zip(value, steps, strict=True) if is_answered(step)]
     return GradingError(f"it returned {len(value)} numbers, and the policy had {len(steps)} turns; give one for each")
+
+
+def is_answered(step: dict[str, Any]) -> bool:
+    """Return whether a step of a trajectory is a turn of the policy: one whose prompt was too long is none."""
+    return message_field(dict.get(step, "response"), "id") != "overlong-prompt"
 
 
 def added_by_turn(one: Sequence[float] | None, other: Sequence[float] | None) -> list[float]:
