@@ -252,6 +252,19 @@ def test_yes_and_no_are_read_as_words(text: str, verdict: bool | None) -> None:
         assert parse_yes_no(text) is verdict
 
 
+async def test_each_judge_of_a_jury_is_asked_the_same_question_once() -> None:
+    client = FakeClient(lambda body: "no" if body["model"] == "strict" else "yes")
+
+    def judge(**options: Any) -> vf.JudgeRubric:
+        return vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], **options)
+
+    jury = [judge(judge_model="kind"), judge(judge_model="strict"), judge(judge_model="strict")]
+    (score,) = await vf.RubricGroup(jury).score_group([state()])
+    assert score.reward == 1.0
+    # the third is the second again
+    assert [request.body["model"] for request in client.requests] == ["kind", "strict"]
+
+
 async def test_no_more_calls_than_the_bound_are_under_way() -> None:
     client = FakeClient(lambda body: _after_a_while())
     rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], judge_max_concurrent=3)

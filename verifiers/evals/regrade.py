@@ -27,7 +27,17 @@ from verifiers.types import Failure, MessageRecord, Outcome, RolloutKey, State, 
 
 # what rubrics themselves look for and may miss
 _MAY_BE_MISSING = frozenset(
-    {"advantage", "error", "grading_errors", "input", "is_truncated", "judge_response", "metrics", "reward"}
+    {
+        "_judges",
+        "advantage",
+        "error",
+        "grading_errors",
+        "input",
+        "is_truncated",
+        "judge_response",
+        "metrics",
+        "reward",
+    }
 )
 
 _OF_THE_RUN = ("identity", "reward_bounds", "summary")

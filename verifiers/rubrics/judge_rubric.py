@@ -30,6 +30,7 @@ T = TypeVar("T")
 _TRY_TIMEOUT_S = 60.0
 _BACKOFF_S = 0.5
 _LONGEST_WAIT_S = 20.0
+_JUDGES = "_judges"  # by prompt, the judge whose answer is in the state
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 
 DEFAULT_JUDGE_PROMPT = """Compare a response with the reference answer to the same question. \
@@ -169,9 +170,10 @@ class JudgeRubric(Rubric):
     - `verdict`: `await verdict(prompt, completion, answer, state, parse=...)` is what `parse` reads in it;
     - judge_client, judge_model, judge_prompt, judge_sampling_args, as given here.
 
-    Answers are kept in `state["judge_response"]`, a dict from the judge's prompt to its answer, and functions that
-    ask the same thing at the same time share one call. A judge that fails (no connection, an error status, an empty
-    message) raises inside the function, which makes it a failed grade and never a reward of 0.
+    Answers are kept in `state["judge_response"]`, a dict from the judge's prompt to its answer (the newest, where
+    several judges are asked the same), and functions that ask the same thing at the same time share one call. A judge
+    that fails (no connection, an error status, an empty message) raises inside the function, which makes it a failed
+    grade and never a reward of 0.
 
     Args:
         parser: finds the response in a completion; default: the last message's text.
@@ -274,8 +276,9 @@ class JudgeRubric(Rubric):
 
         async def answered() -> str:
             text = self._judge_text(prompt, completion, answer)
-            known = _responses(state).get(text)
-            if known is not None:
+            known = _kept(state, "judge_response").get(text)
+            # what the environment put there has no judge, and stands for any
+            if known is not None and _kept(state, _JUDGES).get(text, self._identity) == self._identity:
                 return str(known)
             return await self._asked.result((id(state), text), lambda: self._answer(text, state))
 
@@ -333,8 +336,16 @@ class JudgeRubric(Rubric):
             response = await self._ask(text)
         for state in states:
             if isinstance(state, MutableMapping):
-                state["judge_response"] = {**_responses(state), text: response}
+                state["judge_response"] = {**_kept(state, "judge_response"), text: response}
+                state[_JUDGES] = {**_kept(state, _JUDGES), text: self._identity}
         return response
+
+    @property
+    def _identity(self) -> str:
+        """The mark of this judge's answers, among those of other judges that were asked the same."""
+        client = self.judge_client
+        where = client.base_url if isinstance(client, LazyOpenAI) else id(client)
+        return f"{self.judge_model} {where} {self.judge_sampling_args}"
 
     async def _ask(self, text: str) -> str:
         client = self.judge_client
@@ -438,7 +449,7 @@ def question_text(prompt: Any) -> str:
     return message_text((asked or messages)[-1]) if messages else ""
 
 
-def _responses(state: Any) -> Mapping[str, Any]:
-    known = state.get("judge_response") if isinstance(state, Mapping) else None
+def _kept(state: Any, name: str) -> Mapping[str, Any]:
+    known = state.get(name) if isinstance(state, Mapping) else None
     # anything else under this key is the environment's own
     return known if isinstance(known, dict) else {}
