@@ -33,6 +33,8 @@ async def test_workers_give_what_inline_gives(make: Callable[[], Any]) -> None:
     found = await world.runner_of(played, remote, **options).run_groups(requests)
     assert world.plain_of(found) == world.plain_of(expected)
     assert all(rollout.is_scored and rollout.rows for group in found for rollout in group.rollouts)
+    # an evaluation asks by which units it is played
+    assert played.plays_groups_itself == env.plays_groups_itself == (make is world.plays_itself)
 
     def asked(model: world.Model) -> Counter[str]:
         return Counter(repr(sorted(call.items(), key=str)) for call in model.calls)

@@ -248,6 +248,12 @@ class EnvGroup(Environment):
         """Return the environment that plays rows of this task; the first one where none has it."""
         return self._place(task)[0]
 
+    @property
+    def plays_groups_itself(self) -> bool:
+        """Return whether `run_rollouts` is an override, here or in a member."""
+        is_own = getattr(self.run_rollouts, "__func__", None) is not EnvGroup.run_rollouts
+        return is_own or any(env.plays_groups_itself for env in self.envs)
+
     @by_requests
     async def run_rollouts(self, requests: Sequence[RolloutRequest], run: Run) -> list[Rollout]:
         """Play every request by the `run_rollouts` of its task's environment."""

@@ -233,6 +233,11 @@ class Environment(ClassicCalls):
         """
         return await gather_owned([play(self, request, run) for request in requests])
 
+    @property
+    def plays_groups_itself(self) -> bool:
+        """Return whether `run_rollouts` is an override, which may play the rollouts of a prompt together."""
+        return getattr(self.run_rollouts, "__func__", None) is not Environment.run_rollouts
+
     @by_state
     async def get_model_response(
         self,

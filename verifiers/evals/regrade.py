@@ -26,19 +26,9 @@ from verifiers.rollouts.run import Run
 from verifiers.types import Failure, MessageRecord, Outcome, RolloutKey, State, Timing, Usage
 
 # what rubrics themselves look for and may miss
-_MAY_BE_MISSING = frozenset(
-    {
-        "_judges",
-        "advantage",
-        "error",
-        "grading_errors",
-        "input",
-        "is_truncated",
-        "judge_response",
-        "metrics",
-        "reward",
-    }
-)
+_MAY_BE_MISSING = frozenset({
+    "_judges", "advantage", "error", "grading_errors", "input", "is_truncated", "judge_response", "metrics", "reward",
+})  # fmt: skip
 
 _OF_THE_RUN = ("identity", "reward_bounds", "summary")
 

@@ -427,12 +427,13 @@ async def judge_yes_no(
 def parse_yes_no(text: str) -> bool:
     """Return True for yes and False for no: by a text's first or last word, else by the only one of the two in it.
 
-    Text before `</think>` does not count, nor do thoughts that were cut off, nor the no of "no errors".
+    Text before `</think>` does not count, nor do thoughts that were cut off, nor the no of "no errors" or "no doubt".
 
     Raises:
         ValueError: it says neither, or both.
     """
-    words = re.findall(r"[a-z]+", re.sub(r"\bno(?= +[a-z])", "", after_thought(text).lower()))
+    nothing_wrong = r"\bno (?=(?:\w+ )?(?:error|mistake|issue|problem|difference|discrepanc|doubt))"
+    words = re.findall(r"[a-z]+", re.sub(nothing_wrong, "", after_thought(text).lower()))
     ends = {word for word in (*words[:1], *words[-1:]) if word in ("yes", "no")}
     said = ends or {word for word in words if word in ("yes", "no")}
     if len(said) != 1:
