@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -195,9 +196,12 @@ async def test_a_worker_lost_while_it_scores_has_its_group_played_again() -> Non
     assert [one.attempts for one in block.launched] == [2, 2]
 
 
-async def test_an_environment_that_cannot_be_loaded_ends_the_run_with_its_error() -> None:
+@pytest.mark.parametrize(
+    "make", [functools.partial(world.Faulty, nonsense=1), functools.partial(sys.exit, "nonsense")]
+)
+async def test_an_environment_that_cannot_be_loaded_ends_the_run_with_its_error(make: Any) -> None:
     env = world.one_turn()
-    workers = vf_workers(env, functools.partial(world.Faulty, nonsense=1))
+    workers = vf_workers(env, make)
     with pytest.raises(ConfigError, match=r"could not load its environment.*nonsense"):
         await world.runner_of(workers.of(env)).run_groups(world.requests_of(env, [0]))
 

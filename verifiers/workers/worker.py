@@ -190,7 +190,7 @@ class RolloutWorker:
         try:
             for each in message["factories"]:
                 self._envs.append(pickle.loads(base64.b64decode(each))())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failed = EnvironmentLoadError(f"{type(error).__name__}: {error}")
             self.connection.send({"op": "failed", "error": failure_data(failed.with_traceback(error.__traceback__))})
             return
