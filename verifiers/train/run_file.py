@@ -142,7 +142,7 @@ class RunFile(_Table):
 def load_run_file(path: str | Path) -> RunFile:
     """Read and check a run file; nothing is loaded or started yet."""
     try:
-        data = tomllib.loads(Path(path).read_text())
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(
             f"the run file {str(path)!r} does not exist; see examples/ for one to start from."
