@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from typing import Any
 
@@ -175,9 +176,13 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         ({"question": ["q"]}, "not dict"),
         (DatasetDict(train=Dataset.from_dict({"question": ["q"]})), "give one of them"),
         ([{"question": "q", "info": {"a": 1}}, {"question": "q", "info": "text"}], "as JSON text"),
-        ([{"question": 5}], "Row 0 has '5' as its 'question'; give a text"),
-        ([{"question": None}], "Row 0 has 'None' as its 'question'; give a text"),
-        ([{"question": "x"}, {"question": None}], "Row 1 has 'None' as its 'question'"),
+        ([{"question": 5}], "Row 0 has 5 as its 'question'; give a text"),
+        ([{"question": None}], "Row 0 has None as its 'question'; give a text"),
+        (
+            list(csv.DictReader(["question,answer", "1+1,2", "1+2,3,4"])),
+            "Row 1 has a column named None; .* more cells",
+        ),
+        ([{"question": "x"}, {"question": None}], "Row 1 has None as its 'question'"),
         (
             [{"question": "?", "answer": 2**64}],
             "Row 0 has 18446744073709551616 in its column 'answer': ",

@@ -96,7 +96,7 @@ def _check_conversations(table: Dataset) -> None:
 
 def _check_question(question: Any, row: int, column: str) -> None:
     if not isinstance(question, (str, list)) and not (isinstance(question, Mapping) and "role" in question):
-        raise ConfigError(f"Row {row} has {str(question)[:80]!r} as its {column!r}; give a text, or messages.")
+        raise ConfigError(f"Row {row} has {question!r:.80} as its {column!r}; give a text, or messages.")
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
@@ -196,7 +196,14 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     import datasets
 
     # from_list looks at the first row's columns alone
-    names = dict.fromkeys(name for row in rows for name in row)
+    names: dict[Any, None] = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
+        if not isinstance(name, str):
+            row = next(number for number, row in enumerate(rows) if name in row)
+            raise ConfigError(
+                f"Row {row} has a column named {name!r}; give a text. A line of a CSV file with more cells than the "
+                "header gives one named None."
+            )
     columns = {name: [row.get(name) for row in rows] for name in names}
     if "prompt" in columns:
         columns["prompt"] = _with_contents_alike(columns["prompt"])
