@@ -30,10 +30,14 @@ from verifiers.train.weight_sync.publisher import dtype_of_copy
         ({"vllm_server_host": "gpu-box", "vllm_server_port": 9001}, "http://gpu-box:9001/v1"),
         ({"vllm_server_base_url": "http://gpu-box:7000/"}, "http://gpu-box:7000/v1"),
         ({"server_url": "http://there:1/v1", "vllm_server_port": 9001}, "http://there:1/v1"),
+        ({"server_url": "http://there:1"}, "http://there:1/v1"),
+        ({"server_urls": ["http://there:1/", "http://there:2/v1"]}, "http://there:1/v1"),
     ],
 )
 def test_the_rollout_server_is_where_trls_settings_say(tmp_path: Path, given: dict[str, Any], url: str) -> None:
-    assert GRPOConfig(str(tmp_path), **given).server_url == url
+    config = GRPOConfig(str(tmp_path), **given)
+    assert config.server_url == url
+    assert all(one.endswith("/v1") for one in config.server_urls or [])
 
 
 def test_the_classic_defaults_mask_truncated_completions_and_can_be_resumed(tmp_path: Path) -> None:

@@ -286,14 +286,15 @@ class GRPOConfig(trl.GRPOConfig):
             self.activation_checkpointing = old if old is not None else accelerator
 
     def _name_server(self) -> None:
-        """Set `server_url` from whichever setting names the server."""
+        """Set `server_url` from whichever setting names the server, with "/v1" as the URLs that are pushed to."""
         if self.server_urls:
+            self.server_urls = [_with_version(url) for url in self.server_urls]
             self.server_url = self.server_urls[0]
         if not self.server_url:
             # TRL's default host is the one a server listens on; a client reaches it through loopback
             host = "127.0.0.1" if self.vllm_server_host == "0.0.0.0" else self.vllm_server_host
-            root = self.vllm_server_base_url or f"http://{host}:{self.vllm_server_port}"
-            self.server_url = root.rstrip("/").removesuffix("/v1") + "/v1"
+            self.server_url = self.vllm_server_base_url or f"http://{host}:{self.vllm_server_port}"
+        self.server_url = _with_version(self.server_url)
 
     @property
     def shared_device(self) -> str | None:
@@ -365,6 +366,10 @@ class GRPOConfig(trl.GRPOConfig):
             return plan
         blocks = max(1, round(self.num_train_epochs * (num_prompts // plan.prompts_per_block)))
         return dataclasses.replace(plan, max_steps=blocks * plan.updates_per_block)
+
+
+def _with_version(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def setting_name(value: object) -> str:
