@@ -12,6 +12,7 @@ import torch
 
 import verifiers as vf
 from verifiers.cli import train
+from verifiers.errors import WeightSyncError
 from verifiers.monitoring.run_log import read_run
 from verifiers.train.loss import logprobs
 
@@ -123,3 +124,11 @@ def test_settings_of_a_copy_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(vf.ConfigError, match=message):
         tiny_world.config(tmp_path, "", **settings)
+
+
+def test_a_copy_on_a_device_that_is_not_there_ends_the_run_with_its_name(
+    new_trainer: Callable[..., tiny_world.ObservedTrainer], model_dir: Path
+) -> None:
+    trainer = new_trainer(model_dir, tiny_world.single_turn(), "", rollout_device="cuda:99")
+    with pytest.raises(WeightSyncError, match="no copy of the policy could be made on cuda:99"):
+        trainer.train()

@@ -69,7 +69,8 @@ class InProcessSync(WeightSync):
                 cuda_graphs=self._cuda_graphs,
                 **self._image_options(),
             ).start(deadline_s)
-        except (EmbeddedError, RuntimeError) as error:
+        # torch without CUDA raises an AssertionError
+        except (EmbeddedError, RuntimeError, AssertionError) as error:
             raise WeightSyncError(f"no copy of the policy could be made on {self._device}: {error}") from error
         self.pool = ServerPool([self._running.url], timeout_s=self._timeout_s)
 
