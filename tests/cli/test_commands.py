@@ -114,6 +114,17 @@ def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
+    ("name", "package"), [("serve", "verifiers-embedded"), ("dataserver", "verifiers-dataserver")]
+)
+def test_a_server_that_is_not_installed_is_told_which_package_has_it(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("verifiers.cli.main._commands_of_other_packages", dict)
+    assert umbrella([name]) == 2
+    assert f"vf-{name} comes with the package {package}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("call", "instead"),
     [
         (tui, "there is no command 'tui'; 'vf view' shows runs in a browser."),

@@ -298,12 +298,14 @@ COMMANDS = {
 }
 """Commands of this package: where each is and what it does, by the name without "vf-"."""
 
-_CLASSIC = {
+_MISSING = {
+    "dataserver": "vf-dataserver comes with the package verifiers-dataserver, in servers/dataserver.",
     "rl": "'vf train' trains.",
+    "serve": "vf-serve comes with the package verifiers-embedded, in servers/embedded.",
     "tui": "'vf view' shows runs in a browser.",
     "vllm": "vf-vllm comes with the package verifiers-vllm, in servers/vllm.",
 }
-"""Commands of the classic package, and what there is instead."""
+"""Commands of the classic package and of servers that are not installed, and what there is instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -325,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         near = difflib.get_close_matches(name, [*COMMANDS, *others], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`vf --help` lists the commands that are installed."
-        hint = _CLASSIC.get(name, hint)
+        hint = _MISSING.get(name, hint)
         print(f"vf: there is no command {name!r}; {hint}", file=sys.stderr)
         code = USAGE
     return int(code or DONE)
