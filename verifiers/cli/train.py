@@ -32,7 +32,7 @@ def parser() -> CommandParser:
     )
     add = parser.group("run")
     add("run_file", metavar="FILE", help="TOML file that describes the run; see docs/reference/run-file.md")
-    add("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
+    add("--dry-run", action="store_true", help="check file, environments and sizes, print the batch plan, and stop")
     add("--server-url", action="append", metavar="URL", help="rollout server in place of the file's; repeatable")
     add = parser.group("start")
     add("--fresh", action="store_true", help="start at step 0; the directory of an earlier run gets another name")
