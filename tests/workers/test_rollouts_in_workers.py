@@ -19,6 +19,7 @@ from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.integrations.dataserver import RemoteEnv
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.types import Outcome
+from verifiers.workers.pool import WorkerLink
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,46 @@ async def test_workers_share_the_slots_of_rank_0(make: Callable[[], Any], slots:
     played, _ = world.workers_of(make)
     await world.runner_of(played, model, slots=slots).run_groups(world.requests_of(played, range(6), size=3))
     assert model.most_in_flight == slots
+
+
+class SecondIsLate(world.InLoop):
+    """Workers of which the second loads its environment when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(count=2)
+        self.links: list[WorkerLink] = []
+        self.loads = asyncio.Event()
+
+    async def start(self, link: WorkerLink) -> Any:
+        self.links.append(link)
+        running = await super().start(link)
+        if link.number == 1:
+            send = link.connection.send
+
+            async def later(message: Any) -> None:
+                await self.loads.wait()
+                send(message)
+
+            link.connection.send = lambda message: asyncio.ensure_future(later(message))  # type: ignore[method-assign]
+        return running
+
+
+async def test_a_worker_that_loads_later_gets_its_share_of_the_rollouts() -> None:
+    engine = SecondIsLate()
+    world.SCORES.clear()
+    played, _ = world.workers_of(world.scored_later, engine)
+    work = asyncio.create_task(world.runner_of(played).run_groups(world.requests_of(played, range(6), size=4)))
+    async with asyncio.timeout(60):
+        while not (engine.links and engine.links[0].unscored):  # noqa: ASYNC110 - the pool tells nobody
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        engine.loads.set()
+        while sum(link.unscored for link in engine.links) < 24:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        held = [link.unscored for link in engine.links]
+        world.SCORES.set()
+        await work
+    assert held == [12, 12]
 
 
 async def test_failures_are_those_of_inline() -> None:

@@ -108,6 +108,19 @@ class Talkative(vf.SingleTurnEnv):
         return state
 
 
+SCORES = asyncio.Event()
+"""Set where rewards of `scored_later` may be given."""
+
+
+async def when_told(**_: Any) -> float:
+    await SCORES.wait()
+    return 1.0
+
+
+def scored_later() -> vf.Environment:
+    return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[when_told]))
+
+
 def plays_itself() -> vf.Environment:
     return PlaysItself(dataset=ROWS, rubric=vf.Rubric(funcs=[agrees]))
 

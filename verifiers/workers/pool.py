@@ -40,6 +40,7 @@ _CHECKED_ROWS = 1000
 _MOST_LOST_WORKERS = 2
 _MOST_FAILED_STARTS = 3
 _START_S = 300.0
+_HELD_AT_START = 8
 _CLOSE_S = 7.0
 _CANCEL_S = 1.0
 
@@ -529,12 +530,16 @@ class _Pool:
         self._waiting: list[asyncio.Future[None]] = []
         self._failure: Exception | None = None
         self._failed_starts = 0
-        self._is_closing = False
+        self._is_starting, self._is_closing = True, False
         self._close = at_loop_end(self._end)
         self._own(self._open())
 
     async def take(self, group: Group) -> WorkerLink:
-        """Return the worker that holds rollouts of a group, else the one with the fewest, once it has room."""
+        """Return the worker that holds rollouts of a group, else the one with the fewest, once it has room.
+
+        While others load at the start, a worker gets no more than a few to play and score: a model that answers at
+        once would have given it all there is.
+        """
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -543,7 +548,12 @@ class _Pool:
                 return holder
             # a group is scored in one worker: where its connection is lost, wait for its end
             if holder is None:
-                free = [link for link in self._links if link.may_play and link.in_play < self._workers.multiplex]
+                ready = [link for link in self._links if link.may_play]
+                loading = any(link.running is not None and not link.ready.done() for link in self._links)
+                self._is_starting = self._is_starting and (loading or not ready)
+                free = [link for link in ready if link.in_play < self._workers.multiplex]
+                if self._is_starting:
+                    free = [link for link in free if link.unscored < _HELD_AT_START]
                 if free:
                     return min(free, key=lambda link: (link.unscored, link.number))
             change = asyncio.get_running_loop().create_future()
