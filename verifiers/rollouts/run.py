@@ -32,7 +32,7 @@ from verifiers.inference.wire import MaskSource
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.teacher import Teacher
-from verifiers.rubrics.scoring import added_by_turn, finite_float, grading_deadline, is_answered
+from verifiers.rubrics.scoring import LARGEST, added_by_turn, finite_float, grading_deadline, is_answered
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore, SamplingArgs, State, Timing, as_messages
 
 logger = logging.getLogger("verifiers.rollouts")
@@ -492,15 +492,15 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
     whose = "the rubric"
     try:
         # a rubric of one's own may give numbers of numpy or torch, or none
-        reward, whose = finite_float(score["reward"]), "the reward of a step of the trajectory:"
-        by_step = [0.0 if reward is None else finite_float(reward) for reward in rewards]
+        reward, whose = _number(score["reward"]), "the reward of a step of the trajectory:"
+        by_step = [0.0 if reward is None else _number(reward) for reward in rewards]
     except GradingError as error:
         _fail_grade(rollout, f"{whose} {error}")
         return
     rollout.reward, rollout.metrics = reward, {}
     for name, value in score["metrics"].items():
         with suppress(GradingError):
-            rollout.metrics[name] = finite_float(value)
+            rollout.metrics[name] = _number(value)
     rollout.advantage = rollout.state.get("advantage")
     by_function = score.get("turn_rewards")
     if by_function is not None or any(reward is not None for reward in rewards):
@@ -508,6 +508,11 @@ def take_score(rollout: Rollout, score: RolloutScore) -> None:
     if any(advantage is not None for advantage in advantages):
         rollout.turn_advantages = advantages
     rollout.role_rewards = score.get("role_rewards")
+
+
+def _number(value: Any) -> float:
+    # nearly all are
+    return value if type(value) is float and abs(value) <= LARGEST else finite_float(value)
 
 
 def _fail_grade(rollout: Rollout, text: str) -> None:

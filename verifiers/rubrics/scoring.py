@@ -31,7 +31,7 @@ from verifiers.concurrency import (
     without_partials,
 )
 from verifiers.errors import GradingError
-from verifiers.types import FailedGrade, RolloutScore, State, message_field
+from verifiers.types import FailedGrade, RolloutScore, State
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,7 +143,7 @@ def for_each_turn(value: Any, state: State) -> Any:
 
 def is_answered(step: dict[str, Any]) -> bool:
     """Return whether a step of a trajectory is a turn of the policy: one whose prompt was too long is none."""
-    return message_field(dict.get(step, "response"), "id") != "overlong-prompt"
+    return getattr(dict.get(step, "response"), "id", None) != "overlong-prompt"
 
 
 def added_by_turn(one: Sequence[float] | None, other: Sequence[float] | None) -> list[float]:

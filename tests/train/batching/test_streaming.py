@@ -226,7 +226,6 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
 def test_a_prompt_is_computed_once_where_that_saves_enough_which_is_more_on_a_gpu(
     device: str, rest: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GRPOConfig, "device", torch.device(device))
     sizes = {"per_device": 1, "ranks": 1, "accumulated": 1, "updates": 1, "generations": 4, "iterations": 1}
     plan = a_plan({**sizes, "groups_lie_across_micro_batches": False})
     rows = [TokenSequence([1] * 8, [2 + g] * rest, [1] * rest, [-0.5] * rest, [0] * rest) for g in range(4)]
@@ -234,6 +233,8 @@ def test_a_prompt_is_computed_once_where_that_saves_enough_which_is_more_on_a_gp
         Rollout(RolloutKey(0, 0, g), Outcome.COMPLETED, "p", "", reward=float(g), rows=[row])
         for g, row in enumerate(rows)
     ]
-    block = build_training_block(ScoredBlock(0, [Group(0, rollouts)]), plan, some_settings("dapo"))
+    settings = some_settings("dapo")
+    monkeypatch.setattr(GRPOConfig, "device", torch.device(device))
+    block = build_training_block(ScoredBlock(0, [Group(0, rollouts)]), plan, settings)
     found = [SHARED_ROWS in batch for batch in all_micro_batches(block.micro_steps)]
     assert found == [is_shared]
