@@ -201,8 +201,8 @@ class LoopLag:
         The share is rounded down to whole delays: in a short run the longest alone, as while the first connection
         imports, is not 1 in 20.
         """
-        ordered = sorted(self.late_ms)
-        return ordered[max(0, int(share * len(ordered)) - 1)] if ordered else 0.0
+        count = int(share * len(self.late_ms))
+        return sorted(self.late_ms)[count - 1] if count else 0.0
 
     @contextlib.asynccontextmanager
     async def measured(self) -> AsyncIterator[None]:
