@@ -224,7 +224,24 @@ def test_a_prompt_that_a_function_fills_in_itself_is_its_own() -> None:
     async def filled(judge_client: Any, judge_prompt: str) -> float:
         return 1.0
 
-    vf.JudgeRubric(judge_client=FakeClient(), judge_prompt="{response} {rules}", funcs=[filled]).refuse_unsupplied()
+    async def judged(verdict: Any) -> float:
+        return 1.0
+
+    class Own(vf.JudgeRubric):
+        async def verdict(self, *args: Any, **kwargs: Any) -> Any:
+            return self.judge_prompt.format(response="", rules="")
+
+    class OwnRanking(vf.RankingRubric):
+        async def ranking(self, prompts: Any, completions: Any, answers: Any, states: Any) -> list[float]:
+            return [0.0 for _ in states]
+
+    options: dict[str, Any] = {"judge_client": FakeClient(), "judge_prompt": "{response} {rules}"}
+    vf.JudgeRubric(**options, funcs=[filled]).refuse_unsupplied()
+    Own(**options, funcs=[judged]).refuse_unsupplied()
+    OwnRanking(**options).refuse_unsupplied()
+    replaced = vf.JudgeRubric(**options, funcs=[judged])
+    replaced.add_class_object("verdict", filled)
+    replaced.refuse_unsupplied()
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,9 @@ class JudgeRubric(Rubric):
         names = {name for func in self.reward_funcs for name in signature_of(func).names}
         if isinstance(self.judge_client, LazyOpenAI) and names & {"judge", "judge_client", "verdict"}:
             _ = self.judge_client.api_key
-        # a judge of a subclass's own may fill the prompt in another way
-        if "verdict" in names or ("judge" in names and type(self).judge is JudgeRubric.judge):
+        # a judge of a subclass's own, or an object in its place, may fill the prompt in another way
+        given = {name: getattr(self.class_objects.get(name), "__func__", None) for name in names}
+        if given.get("verdict") is JudgeRubric.verdict or given.get("judge") is JudgeRubric.judge:
             self._refuse_unfillable("question", "answer", "response")
 
     def _refuse_unfillable(self, *names: str) -> None:

@@ -91,7 +91,8 @@ class RankingRubric(JudgeRubric):
 
     def refuse_unsupplied(self) -> None:
         super().refuse_unsupplied()
-        self._refuse_unfillable("question", "answer", "responses", "example")
+        if type(self).ranking is RankingRubric.ranking:
+            self._refuse_unfillable("question", "answer", "responses", "example")
 
     async def ranking(
         self,
