@@ -137,6 +137,8 @@ def test_an_argument_that_nobody_supplies_is_refused_before_anything_is_sampled(
             plan_run(args, made)
         with pytest.raises(ConfigError, match=f"'{missing}'"):
             made.evaluate_sync("http://127.0.0.1:9/v1", "m")
+    # the rubric of a group with one of its own is asked in place of its environments'
+    plan_run(args, vf.EnvGroup([env], ["e"], rubric=vf.Rubric([lambda: 1.0])))
     rubric.add_class_object(missing, 1)
     plan_run(args, env)
 

@@ -13,7 +13,7 @@ from verifiers.concurrency import gather_owned
 from verifiers.envs.environment import Environment
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import Run, require_one_each
+from verifiers.rollouts.run import Run, refuse_unsupplied, require_one_each
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import arguments_of
 from verifiers.types import RewardFunc, RolloutScore, State
@@ -149,6 +149,10 @@ class EnvGroupRubric(Rubric):
         raise ConfigError(
             "a group has no reward functions of its own; add it to the rubric of one of its environments."
         )
+
+    def refuse_unsupplied(self) -> None:
+        for env in self.env_map.values():
+            refuse_unsupplied(env)
 
     @property
     def has_group_funcs(self) -> bool:

@@ -113,8 +113,6 @@ class RolloutActivity:
 
 def refuse_unsupplied(env: Any) -> None:
     """Raise ConfigError where a reward function needs an argument that nobody supplies."""
-    for member in getattr(env, "envs", None) or ():
-        refuse_unsupplied(member)
     check = getattr(getattr(env, "rubric", None), "refuse_unsupplied", None)
     if check is not None:
         check()
