@@ -156,3 +156,5 @@ def test_a_group_of_which_one_was_cut_off_and_zeroed_has_a_gradient_though_all_g
     assert not has_zero_variance(Group(0, same), zero_truncated_completions=True, by_turn=by_turn)
     plain = [dataclasses.replace(one, role_rewards=None, turn_rewards=None) for one in same]
     assert has_zero_variance(Group(0, plain), zero_truncated_completions=True, by_turn=by_turn)
+    same[0].role_rewards, same[0].turn_rewards = {"proposer": 0.0, "solver": 0.0}, [0.0, 0.0, 0.0]
+    assert has_zero_variance(Group(0, same), zero_truncated_completions=True, by_turn=by_turn)

@@ -415,7 +415,9 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False,
     def credit(one: Rollout) -> tuple[Any, Any]:
         if zero_truncated_completions and one.is_truncated:
             return None, None
-        return one.role_rewards, (one.turn_rewards or None) if by_turn else None
+        roles, turns = one.role_rewards or {}, (one.turn_rewards or ()) if by_turn else ()
+        # zeros are what a truncated rollout has
+        return (roles if any(roles.values()) else None), (turns if any(turns) else None)
 
     if any(credit(one) != credit(group.scored[0]) for one in group.scored):
         return False
