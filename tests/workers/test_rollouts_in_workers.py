@@ -56,8 +56,8 @@ async def test_workers_share_the_slots_of_rank_0(make: Callable[[], Any], slots:
 class SecondIsLate(world.InLoop):
     """Workers of which the second loads its environment when it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__(count=2)
+    def __init__(self, count: int = 2) -> None:
+        super().__init__(count)
         self.links: list[WorkerLink] = []
         self.loads = asyncio.Event()
 
@@ -75,9 +75,9 @@ class SecondIsLate(world.InLoop):
         return running
 
 
-async def test_a_worker_that_loads_later_gets_its_share_of_the_rollouts() -> None:
+async def test_a_worker_that_loads_later_gets_its_share_of_the_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SecondIsLate()
-    world.SCORES.clear()
+    monkeypatch.setattr(world, "SCORES", asyncio.Event())
     played, _ = world.workers_of(world.scored_later, engine)
     work = asyncio.create_task(world.runner_of(played).run_groups(world.requests_of(played, range(6), size=4)))
     async with asyncio.timeout(60):
@@ -91,6 +91,18 @@ async def test_a_worker_that_loads_later_gets_its_share_of_the_rollouts() -> Non
         world.SCORES.set()
         await work
     assert held == [12, 12]
+
+
+async def test_a_worker_plays_the_next_rollout_while_it_scores_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SecondIsLate(count=1)
+    monkeypatch.setattr(world, "SCORES", asyncio.Event())
+    played, _ = world.workers_of(world.scored_later, engine, multiplex=1)
+    work = asyncio.create_task(world.runner_of(played).run_groups(world.requests_of(played, range(3), size=1)))
+    async with asyncio.timeout(60):
+        while sum(link.unscored for link in engine.links) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        world.SCORES.set()
+        await work
 
 
 async def test_failures_are_those_of_inline() -> None:

@@ -109,6 +109,14 @@ class WorkerLink:
         self.in_play += 1
         self.groups[group] += 1
 
+    def end_play(self, group: Group, *, is_held: bool) -> None:
+        """Stop counting a rollout as played; one that is held for its score stays counted for its group."""
+        self.in_play -= 1
+        if is_held:
+            self._on_change(self)
+        else:
+            self.give_back(group)
+
     def give_back(self, group: Group) -> None:
         """Stop counting a rollout that is not held here."""
         self.groups[group] -= 1
@@ -474,9 +482,7 @@ class _Players:
         try:
             yield play
         finally:
-            link.in_play -= 1
-            if not is_held:
-                link.give_back(group)
+            link.end_play(group, is_held=is_held)
 
     def drop(self, kept: Container[int] = ()) -> None:
         """Free the rollouts that nobody will score: all but those with these ids of their states."""
