@@ -37,6 +37,11 @@ def lengths(completion: Any) -> list[float]:
 
 
 @vf.turn_reward
+def lengths_of_said(completion: Any) -> list[float]:
+    return [length for length in lengths(completion) if length]
+
+
+@vf.turn_reward
 async def asks_for_all(states: list[Any]) -> list[list[float]]:
     return [[1.0] * state["turn"] for state in states]
 
@@ -65,9 +70,10 @@ def test_steps_and_marked_functions_give_rewards_to_turns_and_not_to_the_rollout
     assert sum(row.turn_lengths.values()) == row.sampled_tokens
 
 
-def test_a_last_prompt_that_is_too_long_is_a_step_and_no_turn() -> None:
+@pytest.mark.parametrize("func", [lengths, lengths_of_said])
+def test_a_last_prompt_that_is_too_long_is_a_step_and_no_turn(func: Any) -> None:
     too_long = Fault(400, body={"error": {"message": "maximum context length", "code": "context_length_exceeded"}})
-    rollout = played(vf.Rubric([lengths, lambda completion: 3.0]), answers=["a", "bb", too_long])
+    rollout = played(vf.Rubric([func, lambda completion: 3.0]), answers=["a", "bb", too_long])
     assert (rollout.outcome, rollout.turns) == (Outcome.TRUNCATED, 2)
     assert rollout.turn_rewards == [1.0, 2.5]
     assert rollout.turn_advantages == [None, 7.0]

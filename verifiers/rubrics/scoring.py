@@ -136,9 +136,14 @@ def for_each_turn(value: Any, state: State) -> Any:
     is_told = bool(steps) and all(isinstance(step, dict) for step in steps)
     if not is_told:
         return value
+    answered = [is_answered(step) for step in steps]
+    if len(value) == sum(answered):
+        return value
     if len(value) == len(steps):
-        return [one for one, step in zip(value, steps, strict=True) if is_answered(step)]
-    return GradingError(f"it returned {len(value)} numbers, and the policy had {len(steps)} turns; give one for each")
+        return [*itertools.compress(value, answered)]
+    return GradingError(
+        f"it returned {len(value)} numbers, and the policy had {sum(answered)} turns; give one for each"
+    )
 
 
 def is_answered(step: dict[str, Any]) -> bool:
@@ -300,7 +305,7 @@ def _values(results: list[Any], count: int, call: RewardCall) -> list[Reward | B
         try:
             if isinstance(results[0], BaseException):
                 raise results[0]
-            if isinstance(results[0], (Mapping, Set, str)):
+            if isinstance(results[0], (Mapping, Set, str, bytes)):
                 raise GradingError(f"returned {results[0]!r:.100}; give a list, one reward for each rollout in order")
             results = list(results[0])
             if len(results) != count:
