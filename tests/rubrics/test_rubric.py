@@ -244,7 +244,7 @@ async def test_group_functions_see_all_rollouts_and_score_each() -> None:
     assert "advantage" not in states[0], "advantages are the trainer's, unless the environment gives them"
 
 
-@pytest.mark.parametrize("bad", [[1.0], [1.0, 2.0, 3.0], None, 1.0, {0: 0.5, 1: 0.25}, {0.5, 0.25}, "10"])
+@pytest.mark.parametrize("bad", [[1.0], [1.0, 2.0, 3.0], None, 1.0, {0: 0.5, 1: 0.25}, {0.5, 0.25}, "10", b"10"])
 async def test_a_group_function_without_a_reward_for_each_in_order_fails_every_grade(bad: Any) -> None:
     def wrong(completions: list[str]) -> Any:
         return bad
