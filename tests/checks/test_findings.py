@@ -346,6 +346,11 @@ async def test_a_judge_without_a_key_is_a_note(monkeypatch: pytest.MonkeyPatch) 
     assert (await kinds_of(env)).get("judge-not-asked") == "note"
 
 
+async def test_a_judge_whose_prompt_cannot_be_filled_in_gives_no_reward() -> None:
+    rubric = vf.JudgeRubric(funcs=[graded], judge_prompt="{response} {rules}")
+    assert (await kinds_of(single(rubric=rubric))).get("rewards-not-possible") == "error"
+
+
 @pytest.mark.parametrize("others", [[], [vf.Rubric([right], parser=PARSER)]])
 async def test_a_judged_environment_may_be_wrong_too(others: list[Any]) -> None:
     rubric = vf.RubricGroup([vf.JudgeRubric(funcs=[needs_more]), *others])

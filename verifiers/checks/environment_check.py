@@ -84,6 +84,7 @@ def why_not_rewarded(env: Any) -> CheckFinding | None:
             if isinstance(rubric, JudgeRubric):
                 # its key comes below
                 super(JudgeRubric, rubric).refuse_unsupplied()
+                rubric.refuse_unfillable()
             elif isinstance(rubric, Rubric):
                 rubric.refuse_unsupplied()
     except ConfigError as error:

@@ -249,11 +249,18 @@ class JudgeRubric(Rubric):
 
     def refuse_unsupplied(self) -> None:
         super().refuse_unsupplied()
-        names = {name for func in self.reward_funcs for name in signature_of(func).names}
-        if isinstance(self.judge_client, LazyOpenAI) and names & {"judge", "judge_client", "verdict"}:
+        self.refuse_unfillable()
+        if isinstance(self.judge_client, LazyOpenAI) and self._asked_for & {"judge", "judge_client", "verdict"}:
             _ = self.judge_client.api_key
+
+    @property
+    def _asked_for(self) -> set[str]:
+        return {name for func in self.reward_funcs for name in signature_of(func).names}
+
+    def refuse_unfillable(self) -> None:
+        """Raise ConfigError for a judge_prompt with placeholders that nobody fills."""
         # a judge of a subclass's own, or an object in its place, may fill the prompt in another way
-        given = {name: getattr(self.class_objects.get(name), "__func__", None) for name in names}
+        given = {name: getattr(self.class_objects.get(name), "__func__", None) for name in self._asked_for}
         if given.get("verdict") is JudgeRubric.verdict or given.get("judge") is JudgeRubric.judge:
             self._refuse_unfillable("question", "answer", "response")
 

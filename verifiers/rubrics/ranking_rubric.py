@@ -89,8 +89,8 @@ class RankingRubric(JudgeRubric):
         self.seed = seed
         self.add_reward_func(cast(RewardFunc, self.ranking), weight)
 
-    def refuse_unsupplied(self) -> None:
-        super().refuse_unsupplied()
+    def refuse_unfillable(self) -> None:
+        super().refuse_unfillable()
         if type(self).ranking is RankingRubric.ranking:
             self._refuse_unfillable("question", "answer", "responses", "example")
 
