@@ -277,10 +277,14 @@ async def test_each_judge_of_a_jury_is_asked_the_same_question_once() -> None:
         return vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], **options)
 
     jury = [judge(judge_model="kind"), judge(judge_model="strict"), judge(judge_model="strict")]
-    (score,) = await vf.RubricGroup(jury).score_group([state()])
+    scored = state()
+    (score,) = await vf.RubricGroup(jury).score_group([scored])
     assert score.reward == 1.0
     # the third is the second again
     assert [request.body["model"] for request in client.requests] == ["kind", "strict"]
+    # and what is stored is graded again without a call
+    (again,) = await vf.RubricGroup(jury).score_group([vf.State(state(), judge_response=scored["judge_response"])])
+    assert (again.reward, len(client.requests)) == (1.0, 2)
 
 
 async def test_no_more_calls_than_the_bound_are_under_way() -> None:

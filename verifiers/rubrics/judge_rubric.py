@@ -170,10 +170,10 @@ class JudgeRubric(Rubric):
     - `verdict`: `await verdict(prompt, completion, answer, state, parse=...)` is what `parse` reads in it;
     - judge_client, judge_model, judge_prompt, judge_sampling_args, as given here.
 
-    Answers are kept in `state["judge_response"]`, a dict from the judge's prompt to its answer (the newest, where
-    several judges are asked the same), and functions that ask the same thing at the same time share one call. A judge
-    that fails (no connection, an error status, an empty message) raises inside the function, which makes it a failed
-    grade and never a reward of 0.
+    Answers are kept in `state["judge_response"]`, a dict from the judge's prompt to its answer (of another judge that
+    is asked the same, from model, URL and sampling arguments too), and functions that ask the same thing at the same
+    time share one call. A judge that fails (no connection, an error status, an empty message) raises inside the
+    function, which makes it a failed grade and never a reward of 0.
 
     Args:
         parser: finds the response in a completion; default: the last message's text.
@@ -284,9 +284,8 @@ class JudgeRubric(Rubric):
 
         async def answered() -> str:
             text = self._judge_text(prompt, completion, answer)
-            known = _kept(state, "judge_response").get(text)
-            # what the environment put there has no judge, and stands for any
-            if known is not None and _kept(state, _JUDGES).get(text, self._identity) == self._identity:
+            known = _kept(state, "judge_response").get(self._place(text, state))
+            if known is not None:
                 return str(known)
             return await self._asked.result((id(state), text), lambda: self._answer(text, state))
 
@@ -344,16 +343,22 @@ class JudgeRubric(Rubric):
             response = await self._ask(text)
         for state in states:
             if isinstance(state, MutableMapping):
-                state["judge_response"] = {**_kept(state, "judge_response"), text: response}
-                state[_JUDGES] = {**_kept(state, _JUDGES), text: self._identity}
+                place = self._place(text, state)
+                state["judge_response"] = {**_kept(state, "judge_response"), place: response}
+                state[_JUDGES] = {**_kept(state, _JUDGES), place: self._identity}
         return response
 
     @property
     def _identity(self) -> str:
-        """The mark of this judge's answers, among those of other judges that were asked the same."""
-        client = self.judge_client
-        where = client.base_url if isinstance(client, LazyOpenAI) else id(client)
-        return f"{self.judge_model} {where} {self.judge_sampling_args}"
+        asked = {name: value for name, value in (self.judge_sampling_args or {}).items() if name != "extra_headers"}
+        return f"{self.judge_model} {getattr(self.judge_client, 'base_url', '')} {asked}"
+
+    def _place(self, text: str, state: Any) -> str:
+        """Return what this judge's answer is kept under: the prompt, unless that is another judge's."""
+        own, known = f"{self._identity}\n{text}", _kept(state, "judge_response")
+        # what has no judge is the environment's, or of a run that is graded again
+        is_free = own not in known and _kept(state, _JUDGES).get(text, self._identity) == self._identity
+        return text if is_free else own
 
     async def _ask(self, text: str) -> str:
         client = self.judge_client
