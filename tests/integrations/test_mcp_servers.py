@@ -172,7 +172,7 @@ async def test_a_connection_that_is_lost_again_is_an_environment_error(
 async def test_a_server_that_does_not_start_again_is_no_tool_that_takes_long(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = environment(local(), connect_timeout_s=3.0, tool_timeout_s=0.2)
+    env = environment(local(), connect_timeout_s=2.0, tool_timeout_s=0.2)
     assert tool_texts((await play(env, calls(("count", {})))).completion) == ["1"]
     servers.lose = 1
 
@@ -182,7 +182,7 @@ async def test_a_server_that_does_not_start_again_is_no_tool_that_takes_long(
     monkeypatch.setattr(MCPConnection, "_new_client", hangs)
     rollout = await play(env, calls(("count", {})))
     assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
-    assert "did not start within connect_timeout_s=3" in str(rollout.failure)
+    assert "did not start within connect_timeout_s=2" in str(rollout.failure)
     await env.close_servers()
 
 
