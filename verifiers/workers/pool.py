@@ -559,7 +559,8 @@ class _Pool:
                 self._is_starting = self._is_starting and (loading or not ready)
                 free = [link for link in ready if link.in_play < self._workers.multiplex]
                 if self._is_starting:
-                    free = [link for link in free if link.unscored < _HELD_AT_START]
+                    most = min(_HELD_AT_START, self._workers.multiplex)
+                    free = [link for link in free if link.unscored < most]
                 if free:
                     return min(free, key=lambda link: (link.unscored, link.number))
             change = asyncio.get_running_loop().create_future()
