@@ -193,4 +193,4 @@ async def test_a_column_that_a_reward_of_trls_form_names_and_info_has_not_is_tol
 
     scored = State(prompt="p", completion="c", info={"hint": "x"})
     await vf.Rubric([vf.from_trl(right)]).score_group([scored])
-    assert "'solution'; put that column of the dataset into the row's info" in str(scored["grading_errors"])
+    assert "'solution', which the row's info has not; put a column there" in str(scored["grading_errors"])

@@ -31,7 +31,7 @@ def parser() -> CommandParser:
 def serve(args: argparse.Namespace) -> int:
     from verifiers.envs.lifecycle import run_teardown
     from verifiers.envs.registry import load_environment
-    from verifiers.evals.evaluation_run import scores_whole_groups
+    from verifiers.evals.evaluation_run import in_whole_groups
     from verifiers.integrations.openenv_server import OpenEnvServer
     from verifiers.server_process import bind, end_by_signals, exits_on_sigterm, url_of
 
@@ -45,8 +45,8 @@ def serve(args: argparse.Namespace) -> int:
         rows = env.get_dataset() if args.split == "train" else env.get_eval_dataset()
     if not len(rows):
         raise ConfigError(f"the {args.split} dataset of {args.env} has no rows.")
-    if scores_whole_groups(env.rubric):
-        tell(f"vf-serve-env: rewards of {args.env} may compare rollouts of a prompt, and an episode is scored alone.")
+    if in_whole_groups(env):
+        tell(f"vf-serve-env: rollouts of {args.env} may depend on others of a prompt, and an episode is alone.")
     limits = {"rollout_timeout_s": args.rollout_timeout, "grading_timeout_s": args.grading_timeout}
 
     async def work() -> int:

@@ -351,7 +351,7 @@ def open_run(
     if directory is None:
         directory = new_run_directory(plan["env"], plan["model"], root, shard=Shard.of_run(plan))
         return new_run(directory, plan, env, redact=redact)
-    redact, whole_groups, stored = redact or Redactor(()), _in_whole_groups(env), read_metadata(directory)
+    redact, whole_groups, stored = redact or Redactor(()), in_whole_groups(env), read_metadata(directory)
     if stored.get("status") == "running" and (directory / RESULTS).is_file():
         # killed, so nobody wrote its seconds: they are those from its first metadata to its last rollout
         last, first = ((directory / name).stat().st_mtime for name in (RESULTS, METADATA))
@@ -374,7 +374,7 @@ def new_run(directory: Path, plan: Mapping[str, Any], env: Any, *, redact: Redac
     """Return a new run of a plan in a directory, which need not exist yet."""
     redact = redact or Redactor(())
     results = RolloutResults(redact=redact)
-    return EvaluationRun(directory, _begun(plan, env.rubric), _planned(plan), _in_whole_groups(env), redact, results)
+    return EvaluationRun(directory, _begun(plan, env.rubric), _planned(plan), in_whole_groups(env), redact, results)
 
 
 def _begun(plan: Mapping[str, Any], rubric: Any) -> dict[str, Any]:
@@ -465,7 +465,8 @@ def finished_rollouts(
     return results, {example: done for example, done in scored.items() if len(done) >= least}
 
 
-def _in_whole_groups(env: Any) -> bool:
+def in_whole_groups(env: Any) -> bool:
+    """Return whether a rollout may depend on the others of its prompt: as it is played, or by its reward."""
     return env.plays_groups_itself or scores_whole_groups(env.rubric)
 
 

@@ -19,8 +19,8 @@ def from_trl(func: Callable[..., Any]) -> RewardFunc:
     """Return a reward function of TRL's form, as a rubric calls functions.
 
     TRL gives lists, one item a completion: `prompts`, `completions`, and each column of the dataset under its own
-    name. Here these are the row's `answer` and `task` and the keys of its `info`; a parameter that is none of them is
-    a failed grade. It returns a list of numbers, or is async.
+    name. Here these are the row's `answer` and `task` and the keys of its `info`; without a required one the grade
+    fails. It returns a list of numbers, or is async.
     """
     signature = signature_of(func)
 
@@ -29,7 +29,7 @@ def from_trl(func: Callable[..., Any]) -> RewardFunc:
         given = {**columns, "prompts": prompts, "completions": completions, "answer": answers, "task": tasks}
         missing = [name for name in signature.required if name not in given]
         if missing:
-            raise GradingError(f"has a parameter {missing[0]!r}; put that column of the dataset into the row's info")
+            raise GradingError(f"has a parameter {missing[0]!r}, which the row's info has not; put a column there")
         named = given if signature.takes_everything else {k: given[k] for k in signature.names if k in given}
         return func(**named)
 
