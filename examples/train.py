@@ -1,6 +1,6 @@
 """Train on spell_backward from Python, against a server that is already running.
 
-    make demo                                                     # leaves its start behind: runs/demo-tiny/start
+    make demo-tiny                                                  # leaves its start behind: runs/demo-tiny/start
     vf-serve --model runs/demo-tiny/start --port 8000 --threads 1      # first terminal
     OMP_NUM_THREADS=1 python examples/train.py                    # second terminal
 
