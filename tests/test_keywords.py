@@ -102,6 +102,12 @@ def test_reward_functions_may_have_defaults_and_class_objects_of_any_name() -> N
     ("make", "sentence"),
     [
         (lambda: environment(rubric="oops"), r"rubric is 'oops'; give a rubric, such as Rubric\(funcs="),
+        (lambda: environment(parser=len), "parser is <built-in function len>; give a parser, such as XMLParser"),
+        (lambda: environment(parser=vf.XMLParser), "parser is <class .*XMLParser'>; give a parser"),
+        (lambda: environment(system_prompt=["be brief"]), r"system_prompt is \['be brief'\]; give a text"),
+        (lambda: environment(few_shot="Q: 1+1 A: 2"), "few_shot is 'Q: 1[+]1 A: 2'; give a list of messages"),
+        (lambda: vf.EnvGroup(environment()), "EnvGroup takes a list of environments, not <.*; give several"),
+        (lambda: vf.RubricGroup([len]), "A group's rubrics hold <built-in function len>; give rubrics, such as"),
         (lambda: environment(message_type="chta"), "message_type is 'chta'; give 'chat' or 'completion'"),
         (lambda: environment(rubric=vf.Rubric), "rubric is <class .*Rubric'>; give a rubric"),
         (lambda: vf.Rubric([right], [float("nan")]), r"weights are \[nan\]; give one finite number"),

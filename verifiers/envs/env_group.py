@@ -203,6 +203,8 @@ class EnvGroup(Environment):
     """
 
     def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any) -> None:
+        if isinstance(envs, Environment):
+            raise ConfigError(f"EnvGroup takes a list of environments, not {envs!r}; give several, or it alone.")
         self.envs = list(envs)
         self.env_names = list(env_names) if env_names is not None else [f"env_{i}" for i in range(len(self.envs))]
         self._check_members()

@@ -91,8 +91,8 @@ class Environment(ClassicCalls):
         **kwargs: every further keyword becomes an attribute, with a warning.
 
     Raises:
-        ConfigError: a misspelled keyword; no dataset; another object than a rubric; system prompt or examples in
-            completion mode; rows without prompt and question.
+        ConfigError: a misspelled keyword; no dataset; another object than a rubric, parser, text or list of messages;
+            system prompt or examples in completion mode; rows without prompt and question.
     """
 
     def __init__(
@@ -112,8 +112,14 @@ class Environment(ClassicCalls):
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         set_extra_keywords(self, kwargs, ("env_id", "env_args", "client", "model"))
-        if isinstance(rubric, type) or (rubric is not None and not hasattr(rubric, "score_rollout")):
-            raise ConfigError(f"rubric is {rubric!r}; give a rubric, such as Rubric(funcs=[my_reward_function]).")
+        for name, given, is_one, wanted in (
+            ("rubric", rubric, hasattr(rubric, "score_rollout"), "a rubric, such as Rubric(funcs=[my_function])"),
+            ("parser", parser, hasattr(parser, "parse_answer"), 'a parser, such as XMLParser(["answer"])'),
+            ("system_prompt", system_prompt, isinstance(system_prompt, str), "a text"),
+            ("few_shot", few_shot, isinstance(few_shot, list | tuple), "a list of messages"),
+        ):
+            if given is not None and (isinstance(given, type) or not is_one):
+                raise ConfigError(f"{name} is {given!r}; give {wanted}.")
         if message_type not in ("chat", "completion"):
             raise ConfigError(f"message_type is {message_type!r}; give 'chat' or 'completion'.")
         self.message_type: MessageType = message_type

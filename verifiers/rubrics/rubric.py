@@ -353,6 +353,9 @@ class RubricGroup(Rubric):
         # the base class would keep functions of its own, which a group does not have
         if not rubrics:
             raise ConfigError("A RubricGroup must have at least one rubric, but rubrics is empty.")
+        for each in rubrics:
+            if not hasattr(each, "score_rollout"):
+                raise ConfigError(f"A group's rubrics hold {each!r}; give rubrics, such as Rubric(funcs=[correct]).")
         self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
         self.rubrics: list[Rubric] = list(rubrics)
         self.parser = kwargs.pop("parser", None) or self.rubrics[0].parser
