@@ -46,6 +46,11 @@ RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
         ("1000", "1 000", RIGHT),
         ("12", "1 2", None),
         ("2", "2.", RIGHT),
+        ("2", "2;", RIGHT),
+        ("2", "**2**", RIGHT),
+        ("2", "**$2$**", RIGHT),
+        ("2", "`2`", RIGHT),
+        ("2", "**3**", WRONG),
     ],
 )
 def test_what_needs_no_algebra_is_decided_by_the_text(

@@ -68,7 +68,7 @@ _SPACES = re.compile(r"\s+")
 _LOOSE = re.compile(r" ?(,(?! \d{3}(?!\d))|[()\[\]{}=<>^_]) ?")
 _SIZING = re.compile(r"\\(?:left|right)(?![A-Za-z])")
 _FRACTION_STYLE = re.compile(r"\\[dt]frac(?![A-Za-z])")
-_WRAPPINGS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_WRAPPINGS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 _INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)")
 _DECIMAL = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)?\.\d+")
 _RATIO = re.compile(r"([+-]?)(?:(\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\}|\\frac(\d)(\d))")
@@ -77,8 +77,8 @@ _RATIO = re.compile(r"([+-]?)(?:(\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\}|\\frac(\d)(
 def exact_match(answer: str, response: str, max_chars: int = MAX_ANSWER_CHARS) -> MathVerdict | None:
     """Return the verdict where the texts decide it without algebra, else None.
 
-    Right: the same text but for spacing and LaTeX's delimiters, or the same number (integers, also with commas,
-    decimals, fractions of integers). Wrong: one of them is empty, or both are integers and differ.
+    Right: the same text but for spacing and LaTeX's or Markdown's delimiters, or the same number (integers, also with
+    commas, decimals, fractions of integers). Wrong: one of them is empty, or both are integers and differ.
     """
     if not answer or not response:
         return MathVerdict.WRONG
@@ -142,10 +142,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"(?<=\d)(?:\\[,;:! ]|,\\!)(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))"), ","),
     (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.]*\d)"), lambda found: found[0].replace(" ", "")),
-    # 3 1/2; 1e5; 2.
+    # 3 1/2; 1e5; 2. and 2;
     (re.compile(r"(?<![\w.])(\d+) (\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])"), r"\1 \\times 10^{\2}"),
-    (re.compile(r"(?<=\d)\.$"), ""),
+    (re.compile(r"(?<=\d)(?:[.,;]|\\\\)(?=}?$)"), ""),
 )
 
 
@@ -173,7 +173,7 @@ def _unwrapped(text: str) -> str:
             and opening not in inner
             and closing not in inner
         ):
-            return inner.strip()
+            return _unwrapped(inner.strip())
     return text
 
 
