@@ -291,6 +291,10 @@ def _context(config: Any, wanted: int | None) -> int:
     if short := [one["original_max_position_embeddings"] for one in kinds if one.get("rope_type") == "longrope"]:
         limit = min(*short, limit)
         reason = ": one longer sequence would change the positions (longrope) of all that are computed with it"
+    if "local" in getattr(config, "attention_layers", ()):
+        # GPT-Neo's own mask takes every row for the longest
+        limit = min(limit, config.window_size)
+        reason = ": one longer sequence would move the window of all that are shorter"
     if wanted is None:
         if limit is None:
             raise StartError("the model's config names no context length; give --max-model-len")

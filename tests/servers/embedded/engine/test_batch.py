@@ -175,15 +175,32 @@ def test_a_model_that_cannot_be_served_is_refused_by_name_before_its_weights_are
         load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
 
 
-def test_no_sequence_is_so_long_that_longrope_changes_the_positions_of_others(model_dir: Path) -> None:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [float(place) for place in range(1, 9)]}
-    config = transformers.Phi3Config(
-        **TINY,
-        pad_token_id=0,
-        eos_token_id=1,
-        original_max_position_embeddings=16,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 100.0, **factors},
-    )
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [float(place) for place in range(1, 9)]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Phi3Config(
+            **TINY,
+            pad_token_id=0,
+            eos_token_id=1,
+            original_max_position_embeddings=16,
+            rope_parameters={"rope_type": "longrope", "rope_theta": 100.0, **LONGROPE},
+        ),
+        transformers.GPTNeoConfig(
+            **{name: TINY[name] for name in ("vocab_size", "hidden_size", "max_position_embeddings")},
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=16,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_no_sequence_is_so_long_that_it_changes_the_positions_or_the_window_of_others(
+    config: Any, model_dir: Path
+) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
