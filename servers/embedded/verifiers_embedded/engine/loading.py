@@ -309,7 +309,7 @@ def _context(config: Any, wanted: int | None) -> int:
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return every id that ends a text: a base model's config and its chat tokenizer often name different ones."""
     generation = getattr(model, "generation_config", None)
-    named = [getattr(generation, "eos_token_id", None), model.config.get_text_config().eos_token_id]
+    named = [getattr(of, "eos_token_id", None) for of in (generation, model.config.get_text_config())]
     named.append(tokenizer.eos_token_id)
     ids: set[int] = set()
     for value in named:

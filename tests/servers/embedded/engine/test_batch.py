@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -17,6 +18,8 @@ from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.loading import check_cache, load_model, prepared
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.serving import Service
+
+from verifiers.train.tiny_model.vision_model import make_vision_model
 
 TINY = {
     "vocab_size": 100,
@@ -210,8 +213,17 @@ def test_no_sequence_is_so_long_that_it_changes_the_positions_or_the_window_of_o
     with torch.inference_mode():
         batch.add([sequence(list(text)) for text in texts])
         check(batch, model)
-    with pytest.raises(StartError, match=r"17.*longrope.*at most 16"):
+    with pytest.raises(StartError, match=r"17.*(longrope|window).*at most 16"):
         prepared(model, tokenizer, max_model_len=17)
+
+
+def test_a_model_whose_config_names_no_end_of_a_text_has_its_tokenizers(tmp_path: Path) -> None:
+    make_vision_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["text_config"]["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
+    assert loaded.eos_ids == {loaded.tokenizer.eos_token_id}
 
 
 def test_a_model_without_its_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
