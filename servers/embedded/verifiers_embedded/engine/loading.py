@@ -17,10 +17,11 @@ from verifiers.train.image_processor import ImageError, ImageProcessor, Images, 
 from verifiers.train.models import get_tokenizer, put_adapter
 from verifiers_embedded.engine.batch import ActiveBatch, layer_kinds
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
+from verifiers_embedded.engine.prefixes import BLOCK
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.errors import StartError
 
-_PROBE_LENGTHS = (3, 9, 6)
+_PROBE_LENGTHS = (3, 9, 6, BLOCK + 1)
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_16_BIT = 0.1
 _GROUPS = {"": ("memory.max", "anon"), "memory": ("memory.limit_in_bytes", "total_rss")}
@@ -213,7 +214,7 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
     Raises StartError where they differ, so this model reads its cache, mask or positions in a way of its own.
     """
     vocabulary = model.config.get_text_config().vocab_size
-    lengths = [length for length in _PROBE_LENGTHS if length + 1 <= max_model_len] or [1]
+    lengths = [length for length in _PROBE_LENGTHS if length + 2 <= max_model_len] or [1]
     texts = [tuple((7 * place + 3 * length) % vocabulary for place in range(length)) for length in lengths]
     probes = [_probe(text) for text in texts]
     if images is not None:
@@ -225,12 +226,17 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
             )
         # the last of a prompt is computed as sampled tokens are
         probes.append(_probe((*ids, 1, 1, 1), read))
-    batch = ActiveBatch(model, len(probes), max_model_len, images=images)
+    batch = ActiveBatch(model, 2 * len(probes), max_model_len, sys.maxsize, images=images)
     with torch.inference_mode():
         batch.add(probes)
         can_be_recorded = batch.can_be_recorded()
         worst = 0.0
-        for _ in range(2 if max_model_len > 1 else 1):
+        for step in range(3 if max_model_len > 2 else 1):
+            if step == 2:
+                # a next turn goes on by several tokens from what is kept
+                batch.remember([True] * len(batch.sequences))
+                ended = [item.tokens for item in batch.sequences if item.request.images is None]
+                batch.add([_probe((*ids, 1, 1)) for ids in ended if BLOCK < len(ids) < max_model_len - 1])
             logits = batch.logits().float()
             for row, sequence in enumerate(batch.sequences):
                 ids_1T = torch.tensor([sequence.tokens], device=model.device)

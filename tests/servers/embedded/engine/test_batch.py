@@ -233,6 +233,13 @@ def test_a_model_without_its_tokenizer_is_refused(model_dir: Path, tmp_path: Pat
         load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
 
 
+def test_a_model_whose_state_goes_on_by_single_tokens_alone_is_not_served() -> None:
+    torch.manual_seed(0)
+    config = transformers.JambaConfig(**TINY, num_experts=1, attn_layer_period=2, attn_layer_offset=1)
+    with pytest.raises(StartError, match=r"jamba.*differ"):
+        check_cache(transformers.AutoModelForCausalLM.from_config(config).eval(), 64)
+
+
 def test_a_model_whose_cached_logits_differ_is_not_served(model_dir: Path, reference: Any) -> None:
     model = reference.model(model_dir)
     ids = model.forward
