@@ -289,6 +289,20 @@ def test_a_factory_that_a_worker_cannot_have_is_refused() -> None:
         vf_workers(world.one_turn(), lambda: world.one_turn())
 
 
+def test_what_a_script_or_notebook_defines_is_refused_by_name_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def is_short(completion: Any) -> float:
+        return 1.0
+
+    is_short.__module__, is_short.__qualname__ = "__main__", "is_short"
+    # as in a script, where its name can be looked up
+    monkeypatch.setattr(sys.modules["__main__"], "is_short", is_short, raising=False)
+    make = functools.partial(vf.SingleTurnEnv, dataset=world.ROWS, rubric=vf.Rubric(funcs=[is_short]))
+    with pytest.raises(ConfigError, match="is_short is of the script that runs, which a worker cannot import"):
+        vf_workers(make(), make)
+
+
 @pytest.mark.parametrize("kind", [vf.ExternalEnv, RemoteEnv], ids=lambda kind: kind.__name__)
 def test_an_environment_that_needs_rank_0_is_refused(kind: Any) -> None:
     env = kind.__new__(kind)

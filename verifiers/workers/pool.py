@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import io
 import itertools
 import logging
 import pickle
@@ -413,19 +414,25 @@ class RemoteWorkers:
 
 
 def _pickled(env: Any, factory: Factory) -> str:
+    data = io.BytesIO()
     try:
-        data = pickle.dumps(factory)
+        _Importable(data).dump(factory)
     except Exception as error:
         raise ConfigError(
             f"the factory of the environment {type(env).__name__} cannot be pickled ({error}); give an importable "
             "function, or functools.partial of one with arguments that can be pickled."
         ) from error
-    if getattr(getattr(factory, "func", factory), "__module__", "") == "__main__":
-        raise ConfigError(
-            f"the factory of the environment {type(env).__name__} is a function of the script that runs, which a "
-            "worker cannot import; put it into a module of its own."
-        )
-    return base64.b64encode(data).decode()
+    return base64.b64encode(data.getvalue()).decode()
+
+
+class _Importable(pickle.Pickler):
+    """A pickler that refuses what the script, notebook or prompt that runs has defined."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if getattr(thing, "__module__", "") == "__main__":
+            name = getattr(thing, "__qualname__", type(thing).__qualname__)
+            raise TypeError(f"{name} is of the script that runs, which a worker cannot import; put it into a module")
+        return NotImplemented
 
 
 class _RemoteEnvironment:
