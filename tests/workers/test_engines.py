@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 import worker_world as world
 
+from verifiers.errors import ConfigError
 from verifiers.types import Outcome
+from verifiers.workers.pool import RemoteWorkers
 from verifiers.workers.processes import ProcessEngine
 
 pytestmark = pytest.mark.slow
@@ -86,3 +89,13 @@ async def test_logs_reach_the_run_with_the_number_of_their_worker(
         await world.runner_of(played).run_group(world.requests_of(played, [0], size=1)[0])
     said = [(record.name, record.levelname, record.getMessage()) for record in caplog.records]
     assert ("mine", "WARNING", "worker 0: a log line of the environment") in said
+
+
+async def test_an_environment_that_takes_too_long_to_load_is_told_as_such(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verifiers.workers.pool._START_S", 0.5)
+    env = world.one_turn()
+    workers = RemoteWorkers(functools.partial(new_engine, 1), [(env, functools.partial(time.sleep, 3600.0))])
+    with pytest.raises(ConfigError, match=r"worker 0 had not loaded its environment after 0\.5 s"):
+        await world.runner_of(workers.of(env)).run_groups(world.requests_of(env, [0]))

@@ -607,7 +607,10 @@ class _Pool:
                 if not link.ready.done():
                     # it imports, and reads nothing meanwhile
                     running.kill()
+                is_late = not link.ready.done() and not link.lost.done()
                 reason = await _reap(running)
+                if is_late:
+                    reason = f"had not loaded its environment after {_START_S:g} s"
                 await link.connection.close()
         except Exception as error:
             reason, no_room = f"could not be started: {error}", isinstance(error, NoRoomError)
