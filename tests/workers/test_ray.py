@@ -136,12 +136,17 @@ async def test_a_cluster_that_is_too_small_is_a_sentence(
     assert sentence in str(refused.value)
 
 
-async def test_a_cluster_that_is_not_there_is_a_sentence(new_engine: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["address", "RAY_ADDRESS"])
+async def test_a_cluster_that_is_not_there_is_a_sentence(
+    name: str, new_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-        played, _ = world.workers_of(world.one_turn, new_engine(1, address=address))
-        with pytest.raises(ConfigError, match=rf"cannot join the Ray cluster at address = '{address}' .*refused"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        engine = new_engine(1, address="auto" if name == "RAY_ADDRESS" else address)
+        played, _ = world.workers_of(world.one_turn, engine)
+        with pytest.raises(ConfigError, match=rf"cannot join the Ray cluster at {name} = '{address}' .*refused"):
             await run(played)
 
 

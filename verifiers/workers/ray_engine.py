@@ -199,13 +199,16 @@ def _join(address: str) -> bool:
 
     if ray.is_initialized():
         return False
+    name = "address"
+    if address == "auto" and os.environ.get("RAY_ADDRESS"):
+        name, address = "RAY_ADDRESS", os.environ["RAY_ADDRESS"]
     try:
-        _check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        _check_reachable(address)
         ray.init(address=address, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
-            f"cannot join the Ray cluster at address = {address!r} ({text}); start one by `ray start --head`, or "
+            f"cannot join the Ray cluster at {name} = {address!r} ({text}); start one by `ray start --head`, or "
             "give the address of its head as host:6379."
         ) from None
     return True
