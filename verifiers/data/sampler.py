@@ -117,7 +117,7 @@ def check_size(name: str, value: object, minimum: int) -> int:
 def rollout_seed(seed: int, key: RolloutKey) -> int:
     """Return the sampling seed sent to the server for one rollout.
 
-    A retried or resumed rollout samples what it would have sampled, and no two rollouts of a group share a seed. It
+    A resumed rollout samples what it would have sampled, and no two rollouts of a group share a seed. It
     is an integer in 1 .. 2**63 - 1, from BLAKE2b (RFC 7693) over the four numbers.
     """
     text = f"{seed}:{key.block_id}:{key.example_id}:{key.generation}"
