@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from remote_world import STAGES, RecordingServer, dataserver
+from verifiers_dataserver.serving import serve_in_background
 
 from verifiers.cli.evaluate import main as evaluate
 from verifiers.data.batch_plan import BatchPlan, make_plan
@@ -259,6 +260,19 @@ def test_prompts_are_asked_for_again_and_then_the_run_ends_with_a_sentence(recor
     recorder.faults["/v2/sample"] = [500] * 4
     with pytest.raises(InfraError, match=r"gave no answer: /v2/sample answered with status 500.*after 4 attempts"):
         plan_of(env, num_prompts=16).example_ids(0)
+
+
+def test_rows_that_a_restarted_server_has_under_old_names_are_refused(tmp_path: Path) -> None:
+    """Its answers would grade prompts that they do not belong to."""
+    with dataserver(tmp_path) as url:
+        env = RemoteEnv(url)
+    for file in tmp_path.glob("*.jsonl"):
+        file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+    with (
+        serve_in_background(tmp_path / "config.yaml", port=int(url.rpartition(":")[2])),
+        pytest.raises(ConfigError, match="is not as it was when this run began"),
+    ):
+        plan_of(env).example_ids(0)
 
 
 # -- everything else --------------------------------------------------------------------------------------------

@@ -451,6 +451,7 @@ class RemoteRows(StagedRows):
             first += len(of_dataset)
         curriculum = meta.curriculum if seed is None else dataclasses.replace(meta.curriculum, seed=seed)
         super().__init__(curriculum, datasets)
+        self._prompts = [_mark(row) for of_dataset in rows.values() for row in of_dataset]
         self._server = server
         self._max_batch = meta.limits.max_batch
         self._known: dict[PlannedBlock, list[int]] = {}
@@ -475,13 +476,19 @@ class RemoteRows(StagedRows):
 
     def _example_id(self, sample: Mapping[str, Any]) -> int:
         name, _, row = str(sample["sample_id"]).rpartition(":")
-        try:
-            return self.datasets[name][int(row)]
-        except (KeyError, ValueError, IndexError):
-            raise ConfigError(
-                f"the dataserver gave sample {sample['sample_id']!r}, which it did not have when this run began; "
-                "start a new run, because its datasets have changed."
-            ) from None
+        with contextlib.suppress(KeyError, ValueError, IndexError):
+            example_id = self.datasets[name][int(row)]
+            if self._prompts[example_id] == _mark(_row(sample)):
+                return example_id
+        raise ConfigError(
+            f"the dataserver gave sample {sample['sample_id']!r}, which is not as it was when this run began; start "
+            "a new run, because its datasets have changed."
+        )
+
+
+def _mark(row: Mapping[str, Any]) -> int:
+    """Return a number that tells a row's prompt from others, in this process."""
+    return hash(json.dumps(row["prompt"]))
 
 
 def _forget_oldest(remembered: dict[Any, Any]) -> None:
