@@ -106,3 +106,15 @@ def test_work_on_a_loop_ends_where_its_caller_is_interrupted_while_it_hands_it_o
         thread.run(work(), 60.0, ending_s=30.0)
     assert ended.is_set() == began.is_set()
     thread.close()
+
+
+def test_what_closes_slowly_is_not_called_blocking(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("verifiers.loop_thread._CLOSING_S", 0.1)
+    has_time = threading.Event()
+    thread = LoopThread(failed=lambda error: None, close_last=lambda: asyncio.to_thread(has_time.wait, 30.0))
+    thread.start()
+    thread.close()
+    has_time.set()
+    assert "did not end in 1.1 s: something is still closed" in caplog.text

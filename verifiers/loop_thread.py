@@ -174,7 +174,8 @@ class LoopThread:
             waited_s = _STOP_RECEIVED_S + _CLOSING_S * self._stop_received.is_set()
             if self._guard is not None:
                 faulthandler.cancel_dump_traceback_later()
-            logger.warning("something blocks the generator's loop: its thread did not end in %g s", waited_s)
+            cause = "is still closed" if self._stop_received.is_set() else "blocks its loop"
+            logger.warning("the generator's thread did not end in %g s: something %s", waited_s, cause)
 
     def _stop(self) -> None:
         self._stop_received.set()
