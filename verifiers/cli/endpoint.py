@@ -106,12 +106,17 @@ def chosen_endpoint(args: argparse.Namespace, command: str) -> EndpointEntry:
         ConfigError: flags that contradict each other, no model, a registry that cannot be read, or a key that a flag
             names, or that OpenAI asks for, and that is not set.
     """
-    from verifiers.inference.endpoint_registry import EndpointEntry, discover_endpoint, find_endpoint
+    from verifiers.inference.endpoint_registry import EndpointEntry, discover_endpoint, find_endpoint, is_variable
     from verifiers.testing.fake_model import FAKE_MODEL, FAKE_URL
 
     if args.model is None and not args.api_base_url:
         raise ConfigError("-m is missing: name a model, or 'fake' for the built-in one, which needs no endpoint.")
     args.model = args.model or "gpt-4.1-mini"
+    if args.api_key_var and not is_variable(args.api_key_var):
+        # not quoted: it may well be the key itself
+        raise ConfigError(
+            "--api-key-var is not an environment variable's name; put the key into a variable, and give its name."
+        )
     from verifiers.inference.endpoint import check_base_url
 
     headers = dict(_header(text) for text in args.header)

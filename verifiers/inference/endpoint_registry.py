@@ -33,9 +33,13 @@ from verifiers.inference.server_pool import ServerPool
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-def _variable(value: str) -> str:
+def is_variable(value: str) -> bool:
     # keys of some providers have the form of a name; names of variables are in capitals, or set
-    if not _VARIABLE.match(value) or (value != value.upper() and value not in os.environ):
+    return bool(_VARIABLE.match(value)) and (value == value.upper() or value in os.environ)
+
+
+def _variable(value: str) -> str:
+    if not is_variable(value):
         # not quoted: it may well be the key itself
         text = "it is not an environment variable's name; put the key into a variable, and the variable's name here"
         raise PydanticCustomError("variable", text)
