@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainerState
 
-from verifiers.cli.main import CommandFailedError
+from verifiers.cli.launch import main as launch
+from verifiers.cli.main import Command, CommandFailedError
 from verifiers.cli.train import main
 from verifiers.data.batch_plan import make_plan
 from verifiers.errors import GenerationError
@@ -326,6 +327,20 @@ def test_a_model_that_is_nowhere_is_one_sentence_whatever_the_server_says(
     assert main([str(run_file)]) == 2
     (sentence,) = capsys.readouterr().err.strip().splitlines()
     assert re.match(r"vf-train: the model 'nobody/this-model' cannot be loaded \(.*\); give a directory", sentence)
+
+
+@pytest.mark.parametrize(("command", "flags"), [(main, []), (launch, ["--k8s"])])
+def test_without_the_train_extra_the_command_that_adds_it_is_named(
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: Command,
+    flags: list[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "verifiers.train.config", raising=False)
+    assert command([str(run_file), *flags]) == 2
+    assert re.search(r"needs torch, .*pip install .*\[train\]", capsys.readouterr().err)
 
 
 def test_a_file_that_is_missing_is_named(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy, curriculum_from
 from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
+from verifiers.installation import EXTRAS, install_hint
 from verifiers.workers.settings import WorkerSettings
 
 
@@ -196,7 +197,14 @@ def _refuse_both(path: str | Path, run: RunFile) -> None:
 
 def _checked_trainer(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
     """Return `[trainer]` as the types that GRPOConfig declares, which does not check them itself."""
-    from verifiers.train.config import GRPOConfig
+    try:
+        from verifiers.train.config import GRPOConfig
+    except ImportError as error:
+        if EXTRAS.get((error.name or "").partition(".")[0]) != "train":
+            raise
+        raise ConfigError(
+            f"a run file needs {error.name}, which is not installed or does not fit; {install_hint('train')}."
+        ) from error
 
     types = get_type_hints(GRPOConfig)
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
