@@ -161,6 +161,7 @@ def test_without_a_judges_key_the_rows_are_checked_all_the_same(
         (["-r", "1"], "--rollouts-per-example is 1"),
         (["--rows", "0"], "--rows is 0"),
         (["--max-model-len", "5"], "--max-model-len needs --tokenizer"),
+        (["--tokenizer", "."], "'.' cannot be loaded"),
     ],
 )
 def test_flags_that_cannot_be_are_one_sentence(
@@ -168,3 +169,18 @@ def test_flags_that_cannot_be_are_one_sentence(
 ) -> None:
     assert main([environment, *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_told_before_a_model_is_asked(
+    environment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeOpenAIServer("yes") as server:
+        assert main([environment, "-m", "m", "-b", server.url, "--html", "nowhere/page.html"]) == 1
+        assert server.requests == []
+    assert capsys.readouterr().err == "vf-check: nowhere/page.html: No such file or directory\n"
+
+
+def test_an_environment_without_rows_is_not_called_right(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty_env.py").write_text(SOURCE.replace("rows[:12]", "[]").replace("rows[12:]", "[]"))
+    assert main(["empty_env.py"]) == 2
+    assert "dataset has no rows" in capsys.readouterr().err

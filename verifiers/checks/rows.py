@@ -10,6 +10,7 @@ from typing import Any
 
 from verifiers.checks.check_report import CheckFinding, Severity, named_rows
 from verifiers.envs.datasets import row_fields
+from verifiers.errors import ConfigError
 from verifiers.rubrics.judge_rubric import question_text
 from verifiers.rubrics.scoring import reward_name, signature_of
 from verifiers.types import message_field
@@ -44,6 +45,8 @@ def check_rows(
     for name, dataset in (("training", env.dataset), ("eval", env.eval_dataset)):
         if dataset is None:
             continue
+        if not len(dataset):
+            raise ConfigError(f"the {name} dataset has no rows; give the environment some.")
         rows: list[Fields] = [row_fields(row) for row in dataset.select(range(min(len(dataset), _MOST_ROWS)))]
         rows_of[name] = rows
         columns = {column: str(kind) for column, kind in dataset.features.items()}

@@ -62,6 +62,10 @@ def check_command(args: argparse.Namespace) -> int:
     env_args = json_object("--env-args", args.env_args)
     name = make_importable(args.env, args.env_dir_path)
     env = load_environment(name, **env_args)
+    if args.html is not None:
+        # where it cannot be written, that is known before a model is asked
+        with open(args.html, "a"):
+            pass
     report = asyncio.run(_checked(args, name, env))
     if args.html is not None:
         from verifiers.reports.page import plain_page
@@ -120,7 +124,10 @@ def _counter(path: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError("--tokenizer needs transformers; install the train extra.") from None
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    from verifiers.train.models import raises_load_error
+
+    with raises_load_error(path):
+        tokenizer = AutoTokenizer.from_pretrained(path)
 
     def count(prompt: Any) -> int:
         if isinstance(prompt, str):
