@@ -58,6 +58,8 @@ def test_answers_without_a_bound_are_named_while_none_comes(ran: int) -> None:
     assert said in progress_text(run(ran=ran), 20.0, in_flight=3, grading=0, quiet_s=6.0)
     bounded = run({"max_tokens": 64}, ran=ran)
     assert "without -t" not in progress_text(bounded, 20.0, in_flight=3, grading=0, quiet_s=6.0)
+    # while workers start
+    assert "without -t" not in progress_text(run(ran=ran), 20.0, in_flight=0, grading=0, quiet_s=6.0)
     for elapsed_s, quiet_s in ((1.0, 1.0), (60.0, 6.0)):
         assert " left  " in progress_text(run(ran=ran), elapsed_s, in_flight=3, grading=0, quiet_s=quiet_s)
 

@@ -58,7 +58,7 @@ def progress_text(
     ]
     sampling = run.metadata["sampling_args"]
     is_bounded = any(sampling.get(name) for name in ("max_tokens", "max_completion_tokens"))
-    if is_quiet and not is_bounded:
+    if is_quiet and in_flight and not is_bounded:
         parts.append("without -t an answer may be as long as the server allows")
     return "  ".join(parts)
 
