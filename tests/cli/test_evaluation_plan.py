@@ -111,6 +111,7 @@ def test_an_attempt_gets_a_third_of_a_rollouts_time_unless_told(
             ["-m", "gpt-x"],
             "the environment variable 'OPENAI_API_KEY' holds no key for https://api.openai.com/v1; set it",
         ),
+        (["-m", "", "-b", "http://127.0.0.1:1/v1"], "-m is missing: name a model"),
         (["-k", "NOSUCHVAR", "-b", "http://127.0.0.1:1/v1"], "the environment variable 'NOSUCHVAR' holds no key for"),
         (["-m", "gpt-x", "-k", "sk-a-key"], "--api-key-var is not an environment variable's name; put the key into"),
     ],

@@ -109,7 +109,7 @@ def chosen_endpoint(args: argparse.Namespace, command: str) -> EndpointEntry:
     from verifiers.inference.endpoint_registry import EndpointEntry, discover_endpoint, find_endpoint, is_variable
     from verifiers.testing.fake_model import FAKE_MODEL, FAKE_URL
 
-    if args.model is None and not args.api_base_url:
+    if args.model == "" or (args.model is None and not args.api_base_url):
         raise ConfigError("-m is missing: name a model, or 'fake' for the built-in one, which needs no endpoint.")
     args.model = args.model or "gpt-4.1-mini"
     if args.api_key_var and not is_variable(args.api_key_var):
