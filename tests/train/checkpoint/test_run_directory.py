@@ -231,6 +231,16 @@ def names_in(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not any(path.glob("*")))
 
 
+def test_the_working_directory_is_not_renamed_as_that_of_an_earlier_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "run.toml").touch()
+    monkeypatch.chdir(run)
+    with pytest.raises(CheckpointError, match=r"the working directory is in it; give another output_dir"):
+        prepare_output_dir(None, ".", resumes=False)
+    assert (run / "run.toml").exists()
+
+
 def test_a_new_run_renames_the_directory_of_an_earlier_one_to_a_free_name(run: Path) -> None:
     for number in (1, 2):
         (run / "completions").mkdir()

@@ -135,6 +135,10 @@ def _holds_a_run(root: Path, keeps: Collection[Path]) -> bool:
 
 def _move_aside(path: Path) -> Path:
     """Give a directory a free name beside it, and return that."""
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise CheckpointError(
+            f"{path}, of an earlier run, cannot be moved, as the working directory is in it; give another output_dir."
+        )
     numbers = (path.with_name(f"{path.name}-earlier-{number}") for number in itertools.count(1))
     aside = next(other for other in numbers if not other.exists())
     try:
