@@ -14,7 +14,7 @@ from verifiers.cli.check import main
 from verifiers.evals.evaluation_run import iter_requests
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.run import Run
-from verifiers.testing import FakeOpenAIServer
+from verifiers.testing import FakeOpenAIServer, Fault
 
 PARSER = vf.XMLParser(["answer"])
 ROWS = [{"question": f"{n}?", "answer": str(n)} for n in range(8)]
@@ -169,6 +169,14 @@ def test_flags_that_cannot_be_are_one_sentence(
 ) -> None:
     assert main([environment, *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_model_that_never_answered_is_no_environment_that_is_right(
+    environment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeOpenAIServer("yes", faults=lambda _: Fault(status=404)) as server:
+        assert main([environment, "-m", "m", "-b", server.url, "-n", "2", "-r", "2"]) == 1
+    assert "error   rollouts-fail (provider_error): 4 of 4 rollouts" in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_written_is_told_before_a_model_is_asked(
