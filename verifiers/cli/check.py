@@ -20,6 +20,7 @@ from verifiers.cli.endpoint import (
 )
 from verifiers.cli.main import DONE, FAILED, Command, CommandParser, json_object, make_importable
 from verifiers.errors import ConfigError
+from verifiers.installation import install_hint
 
 if TYPE_CHECKING:
     from verifiers.checks.check_report import CheckReport
@@ -123,7 +124,9 @@ def _counter(path: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ConfigError("--tokenizer needs transformers; install the train extra.") from None
+        raise ConfigError(
+            f"--tokenizer needs transformers, which is not installed; {install_hint('train')}."
+        ) from None
     from verifiers.train.models import raises_load_error
 
     with raises_load_error(path):
