@@ -88,6 +88,20 @@ def load_environment(how):
     return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric([globals()[how]]))
 """
 
+HOLDS = """
+import re
+
+import verifiers as vf
+
+
+def tries_too_many_ways(completion, answer):
+    return float(bool(re.fullmatch(r"(\\w+ ?)*" + answer, completion[-1]["content"][:80] + "!")))
+
+
+def load_environment():
+    return vf.SingleTurnEnv(dataset=[{"question": "2 + 2?", "answer": "4"}], rubric=vf.Rubric([tries_too_many_ways]))
+"""
+
 
 class Blocked:
     """A vf-eval of three rollouts of which the third blocks."""
@@ -136,6 +150,16 @@ def test_a_function_that_lets_nothing_else_run_ends_an_evaluation(
     run.resume()
     assert "2 of 3 rollouts are there" in capsys.readouterr().err
     assert [row["outcome"] for row in results.rows] == ["completed"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_function_that_lets_nothing_else_run_ends_a_check() -> None:
+    Path("held_env.py").write_text(HOLDS)
+    code = "from verifiers.cli.check import main; main()"
+    command = [sys.executable, "-c", code, "held_env.py", "--rollout-timeout", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, "in tries_too_many_ways" in done.stderr) == (1, True), done
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -43,7 +44,7 @@ async def check_environment(
         count_tokens, max_model_len: of prompts; see `check_rows`.
     """
     report = CheckReport(name)
-    report.add("rows", *check_rows(env, count_tokens, max_model_len))
+    report.add("rows", *await asyncio.to_thread(check_rows, env, count_tokens, max_model_len))
     told: list[bool] = []
     for group, member in _members(env):
         part = f"rewards{group}"

@@ -25,6 +25,9 @@ from verifiers.installation import install_hint
 if TYPE_CHECKING:
     from verifiers.checks.check_report import CheckReport
 
+_BLOCKED_S = 60.0
+"""Seconds without a step of the event loop after which the command ends with the function's name."""
+
 
 def parser() -> CommandParser:
     parser = CommandParser(
@@ -79,7 +82,9 @@ def check_command(args: argparse.Namespace) -> int:
 async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport:
     from verifiers.checks.environment_check import check_environment, why_not_rewarded
     from verifiers.envs.lifecycle import run_teardown
+    from verifiers.interrupt import exit_if_blocked
 
+    guard = asyncio.create_task(exit_if_blocked(min(_BLOCKED_S, args.rollout_timeout)))
     options: dict[str, Any] = {"rows": args.rows, "max_model_len": args.max_model_len}
     if args.tokenizer is not None:
         options["count_tokens"] = _counter(args.tokenizer)
@@ -94,6 +99,7 @@ async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport
         if run is not None:
             await run.backend.close()
         await run_teardown(env)
+        guard.cancel()
 
 
 async def _run_of(args: argparse.Namespace, env: Any) -> Any:
