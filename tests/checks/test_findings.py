@@ -62,6 +62,11 @@ class Noting(vf.SingleTurnEnv):
         self.playing -= 1
 
 
+class Guessing(vf.MultiTurnEnv):
+    async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> Any:
+        return [{"role": "user", "content": "No."}]
+
+
 class Breaking(vf.SingleTurnEnv):
     async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
         raise ValueError("no board")
@@ -325,6 +330,13 @@ async def test_choices_in_a_prompt_and_a_hidden_word_are_no_leak() -> None:
     game = [{"question": "Guess my word.", "answer": name} for name in NAMES]
     kinds = await kinds_of(single(rows=[{**row, "info": {"n": 1}} for row in game], evals=game))
     assert {"contradicting-rows", "eval-trained-on"}.isdisjoint(kinds)
+
+
+async def test_games_with_a_few_openings_have_secrets_and_no_contradictions() -> None:
+    rows = [{"question": f"A word of {len(word)} letters?", "answer": word} for word in NAMES]
+    env = Guessing(dataset=rows[:8], eval_dataset=rows[8:12], max_turns=2, rubric=vf.Rubric([somewhere]))
+    assert {"contradicting-rows", "eval-trained-on"}.isdisjoint(await kinds_of(env))
+    assert (await kinds_of(single(rows=rows[:8], evals=rows[8:12]))).get("contradicting-rows") == "error"
 
 
 async def test_a_form_that_many_prompts_share_is_no_repetition() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from verifiers.checks.check_report import CheckFinding, Severity, named_rows
 from verifiers.envs.datasets import row_fields
+from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError
 from verifiers.rubrics.judge_rubric import question_text
 from verifiers.rubrics.scoring import reward_name, signature_of
@@ -22,7 +23,7 @@ OVERLAP = 0.8
 _FEWEST_PIECES = 5
 _MOST_ROWS = 20_000
 _LEAKED = 0.5
-_FEW_PROMPTS = 0.05
+_FEW_PROMPTS, _FEW_OPENINGS = 0.05, 0.5
 _FEWEST_WORDS = 7
 _SHORTEST_ANSWER, _MATERIAL, _CHOICES = 3, 0.5, 0.25
 
@@ -52,13 +53,17 @@ def check_rows(
         columns = {column: str(kind) for column, kind in dataset.features.items()}
         numbers[name] = {"rows": len(dataset), "read": len(rows), "columns": columns}
         kind = f"{name} row"
-        findings += [*_missing_answers(env, rows, kind), *_repeated(rows, kind), *_answers_in_prompts(rows, kind)]
+        findings += [
+            *_missing_answers(env, rows, kind),
+            *_repeated(env, rows, kind),
+            *_answers_in_prompts(rows, kind),
+        ]
         if count_tokens is not None:
             lengths = sorted((count_tokens(prompt), place) for place, (prompt, *_) in enumerate(rows))
             numbers[name]["prompt_tokens"] = {"median": lengths[len(lengths) // 2][0], "most": lengths[-1][0]}
             findings += _too_long(lengths, max_model_len, kind)
     if "training" in rows_of and "eval" in rows_of:
-        findings += _trained_on(rows_of["training"], rows_of["eval"])
+        findings += _trained_on(env, rows_of["training"], rows_of["eval"])
     elif "training" in rows_of:
         text = "there are no eval rows: evaluations use the training rows, and say nothing about new ones"
         findings.append(
@@ -89,7 +94,7 @@ def _missing_answers(env: Any, rows: list[Fields], kind: str) -> Iterator[CheckF
             yield CheckFinding("missing-answer", severity, named_rows(without, kind), text, mend)
 
 
-def _repeated(rows: list[Fields], kind: str) -> Iterator[CheckFinding]:
+def _repeated(env: Any, rows: list[Fields], kind: str) -> Iterator[CheckFinding]:
     seen: dict[str, int] = {}
     answers: dict[str, tuple[int, str]] = {}
     again, contradicting = [], []
@@ -106,7 +111,7 @@ def _repeated(rows: list[Fields], kind: str) -> Iterator[CheckFinding]:
         text = f"{len(again)} of {len(rows)} rows repeat an earlier one"
         mend = "leave repetitions out: their prompts count more than others, and intervals come out too narrow."
         yield CheckFinding("repeated-rows", "warning", named_rows(again, kind), text, mend)
-    if contradicting and not _is_hidden(rows):
+    if contradicting and not _is_hidden(env, rows):
         first = contradicting[0]
         before, answer = answers[_key(*(rows[first][part] for part in (0, 2, 3)))]
         text = (
@@ -117,9 +122,10 @@ def _repeated(rows: list[Fields], kind: str) -> Iterator[CheckFinding]:
         yield CheckFinding("contradicting-rows", "error", named_rows(contradicting, kind), text, mend)
 
 
-def _is_hidden(rows: list[Fields]) -> bool:
+def _is_hidden(env: Any, rows: list[Fields]) -> bool:
     """Return whether most rows ask the same: a game, whose secret stands in the answer or the info."""
-    return len({_key(prompt) for prompt, *_ in rows}) <= _FEW_PROMPTS * len(rows)
+    few = _FEW_PROMPTS if isinstance(env, SingleTurnEnv) else _FEW_OPENINGS
+    return len({_key(prompt) for prompt, *_ in rows}) <= few * len(rows)
 
 
 def _answers_in_prompts(rows: list[Fields], kind: str) -> Iterator[CheckFinding]:
@@ -165,8 +171,8 @@ def _too_long(lengths: list[tuple[int, int]], max_model_len: int | None, kind: s
 # -- rows that are trained and evaluated on --------------------------------------------------------------------------
 
 
-def _trained_on(training: list[Fields], evaluated: list[Fields]) -> Iterator[CheckFinding]:
-    asked = _key_of_row if _is_hidden(training) else lambda row: _key(row[0])
+def _trained_on(env: Any, training: list[Fields], evaluated: list[Fields]) -> Iterator[CheckFinding]:
+    asked = _key_of_row if _is_hidden(env, training) else lambda row: _key(row[0])
     trained = set(map(asked, training))
     exact = [place for place, row in enumerate(evaluated) if asked(row) in trained]
     if exact:
