@@ -363,6 +363,14 @@ async def test_a_judge_whose_prompt_cannot_be_filled_in_gives_no_reward() -> Non
     assert (await kinds_of(single(rubric=rubric))).get("rewards-not-possible") == "error"
 
 
+@pytest.mark.parametrize(
+    ("judge_prompt", "found"), [("{question} {response}", None), ("{answer} {response}", "warning")]
+)
+def test_a_judge_that_is_shown_no_answer_needs_none(judge_prompt: str, found: str | None) -> None:
+    env = single(rubric=vf.JudgeRubric(funcs=[graded], judge_prompt=judge_prompt), rows=UNANSWERED, evals=None)
+    assert {one.kind: one.severity for one in check_rows(env)[0]}.get("missing-answer") == found
+
+
 @pytest.mark.parametrize("others", [[], [vf.Rubric([right], parser=PARSER)]])
 async def test_a_judged_environment_may_be_wrong_too(others: list[Any]) -> None:
     rubric = vf.RubricGroup([vf.JudgeRubric(funcs=[needs_more]), *others])

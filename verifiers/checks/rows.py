@@ -12,8 +12,9 @@ from verifiers.checks.check_report import CheckFinding, Severity, named_rows
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.multiturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError
-from verifiers.rubrics.judge_rubric import question_text
+from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.rubrics.scoring import reward_name, signature_of
+from verifiers.testing.fake_model import rubrics_of
 from verifiers.types import message_field
 
 NGRAM = 8
@@ -78,10 +79,14 @@ def _missing_answers(env: Any, rows: list[Fields], kind: str) -> Iterator[CheckF
     for place, (_, _, task, _) in enumerate(rows):
         by_task.setdefault(task, []).append(place)
     for task, places in by_task.items():
+        member = env.get_env_for_task(task)
+        prompts = [rubric.judge_prompt for rubric in rubrics_of(member) if isinstance(rubric, JudgeRubric)]
+        # what asks a judge names the answer to pass it on, also where no judge is shown it
+        passes_on = {"judge", "verdict"} if all("{answer" not in prompt for prompt in prompts) else set()
         reading = [
             reward_name(func)
-            for func in env.get_env_for_task(task).get_reward_funcs()
-            if "answer" in signature_of(func).names
+            for func in member.get_reward_funcs()
+            if "answer" in (names := signature_of(func).names) and passes_on.isdisjoint(names)
         ]
         without = [place for place in places if rows[place][1] in ("", None)]
         is_whole = len(without) == len(places)
