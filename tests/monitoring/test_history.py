@@ -112,6 +112,8 @@ def test_what_is_only_measured_or_costs_may_fall() -> None:
         (history(reward=[*line(0.2, 0.8, 10), *line(0.8, 0.85, POINTS - 10)], evals=LATE), []),
         # greedy answers start higher
         (history(evals=Evaluations([0.0, 15.0, 29.0], [0.78, 0.85, 0.94], [0.02] * 3, trained_on=False)), []),
+        # what is to be copied is said again
+        (history(), [*GOOD, *[{**sample("2+2?", 1.0), "answer": "2+2?"}] * 15]),
         # what a tool says is not the policy's, nor what the environment says last
         (history(), [*GOOD, *[said_by_env("2+2?")] * 15]),
         (history(), [*GOOD, *[answered_by_tool("row " * 40)] * 15]),

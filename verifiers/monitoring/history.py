@@ -385,8 +385,8 @@ def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
     # what the environment said last is not the policy's
     last = _last([one for one in rollout["completion"] if one["role"] != "user"])
     text, asked = str(last.get("text", "")).strip(), str(_last(line["prompt"]).get("text", ""))
-    if last.get("calls") or last.get("role") == "tool":
-        # an answer of its own
+    if last.get("calls") or last.get("role") == "tool" or (text and text == str(line.get("answer")).strip()):
+        # an answer of its own, or the right one
         return ""
     if not text:
         return "empty"
