@@ -450,6 +450,7 @@ async def test_the_best_reward_may_be_nothing() -> None:
 
 
 BOXED: Rows = [{"question": row["question"], "answer": f"So it is.\n#### {row['answer']}"} for row in ROWS]
+NUMBERED: Rows = [{"question": f"{n}: A, B, C or D?", "answer": str(n % 4)} for n in range(16)]
 LISTED: Rows = [{"question": row["question"], "answer": [row["answer"], "or so"]} for row in ROWS]
 
 
@@ -460,6 +461,8 @@ LISTED: Rows = [{"question": row["question"], "answer": [row["answer"], "or so"]
         (lambda completion, answer: float(said(completion) in answer), LISTED),
         (lambda completion, answer: float(said(completion) == f"Answer: {answer}"), ROWS),
         (lambda completion, answer: float(said(completion) == f"The final answer is {answer}."), ROWS),
+        (lambda completion, answer: float(said(completion) == f"FINAL ANSWER: {answer}"), ROWS),
+        (lambda completion, answer: float(said(completion) == "ABCD"[int(answer)]), NUMBERED),
     ],
 )
 async def test_the_form_of_a_right_answer_is_found(reward: Any, rows: Rows) -> None:
