@@ -248,6 +248,14 @@ def passes_tests(completion: Any, answer: str) -> float:
     return float("def solve" in completion[-1]["content"] and "input" in answer)
 
 
+def runs(completion: Any, answer: str) -> float:
+    return float("def solve" in completion[-1]["content"] and "1" in answer)
+
+
+def rows_asking(tests: str) -> Rows:
+    return [{**row, "answer": tests.format(n)} for n, row in enumerate(ROWS)]
+
+
 def follows_the_info(completion: Any, info: dict[str, Any], **kwargs: Any) -> float:
     return float(completion[-1]["content"] == info["wanted"])
 
@@ -275,6 +283,8 @@ UNASKED: dict[str, Callable[[], vf.Environment]] = {
     "a record": lambda: with_rows(ends_well, RECORDS),
     "of another kind": lambda: with_rows(ends_well, ROWS),
     "tests of a program": lambda: with_rows(passes_tests, TESTED),
+    "pairs of what goes in and comes out": lambda: with_rows(runs, rows_asking("[[1, 2], [2, {}]]")),
+    "assertions": lambda: with_rows(runs, rows_asking("['assert solve({}) > 1']")),
     "told in the info": lambda: with_rows(follows_the_info, TESTED),
 }
 

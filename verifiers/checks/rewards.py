@@ -136,6 +136,8 @@ _PAID_ROWS, _LUCKY_ROWS = 0.25, 0.5
 _WINS = 3
 _SLOW_S, _LATE_S, _BEAT_S = 1.0, 0.25, 0.01
 _MOST_ANSWERS = 500
+_RECORDS = ('{"', '[{"', "[[", "assert ", '["assert ', "['assert ")
+"""How answers begin that are read, not compared, such as tests of a program."""
 
 Played = dict[int, Rollout]
 """Rollouts by row."""
@@ -346,7 +348,7 @@ def _compares_answers(env: Any, request: RolloutRequest) -> bool:
     """Return whether a reward reads the row's answer, and that is a text: no record of tests, or of what to do."""
     weighted = zip(env.get_reward_funcs(), env.get_reward_weights(), strict=False)
     reads = any(weight and "answer" in signature_of(func).names for func, weight in weighted)
-    return reads and not str(request.answer).startswith(('{"', '[{"'))
+    return reads and not str(request.answer).startswith(_RECORDS)
 
 
 def _lowest(alone: Played, probed: Mapping[str, Played]) -> float:
