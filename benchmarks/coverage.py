@@ -36,8 +36,8 @@ def main() -> None:
     args = parser.parse_args()
     random = np.random.default_rng(args.seed)
     found: dict[str, float] = {}
-    print("| difficulties | rollouts | prompts | mean | naive | pass@n | paired difference |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print("| difficulties | rollouts | prompts | mean | naive | pass@n | pass@n/2 | paired difference |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for a, b, rollouts in CASES:
         for prompts in PROMPTS:
             rates = coverage(random, a, b, prompts, rollouts, args.simulations)
@@ -53,18 +53,21 @@ def coverage(
 ) -> dict[str, float]:
     """Return the share of simulations in which each kind of interval covered what it estimates."""
     truth = a / (a + b)
-    # 1 - E[(1 - p)^n], the chance that some rollout of n is right
-    some = 1 - math.exp(
-        math.lgamma(b + rollouts) + math.lgamma(a + b) - math.lgamma(b) - math.lgamma(a + b + rollouts)
-    )
-    hits = {"mean": 0, "naive": 0, "pass@n": 0, "paired difference": 0}
+    sizes = {"pass@n": rollouts, "pass@n/2": max(1, rollouts // 2)}
+    # 1 - E[(1 - p)^k], the chance that some rollout of k is right
+    some = {
+        name: 1 - math.exp(math.lgamma(b + k) + math.lgamma(a + b) - math.lgamma(b) - math.lgamma(a + b + k))
+        for name, k in sizes.items()
+    }
+    hits = {"mean": 0, "naive": 0, **dict.fromkeys(sizes, 0), "paired difference": 0}
     for _ in range(simulations):
         difficulty = random.beta(a, b, size=(prompts, 1))
         before, after = ((random.random((prompts, rollouts)) < difficulty).astype(float).tolist() for _ in range(2))
         hits["mean"] += covers(mean_and_stderr_clustered(before), truth)
         hits["naive"] += naive_covers(before, truth)
-        tried = [[pass_at_k(rollouts, int(sum(rewards)), rollouts)] for rewards in before]
-        hits["pass@n"] += covers(mean_and_stderr_clustered(tried), some)
+        for name, k in sizes.items():
+            tried = [[pass_at_k(rollouts, int(sum(rewards)), k)] for rewards in before]
+            hits[name] += covers(mean_and_stderr_clustered(tried), some[name])
         sides = (dict(enumerate(side)) for side in (before, after))
         hits["paired difference"] += covers(paired_difference(*sides), 0.0)
     return {name: count / simulations for name, count in hits.items()}
