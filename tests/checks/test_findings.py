@@ -220,6 +220,20 @@ async def test_a_reward_that_another_call_changes_is_found_before_it_too() -> No
     assert "when it was scored before another" in found.text
 
 
+@pytest.mark.parametrize(("is_sorted", "found"), [(True, "error"), (False, None)])
+async def test_rewards_of_a_group_in_another_order_than_its_rollouts_are_found(
+    is_sorted: bool, found: str | None
+) -> None:
+    def rewards(completions: list[Any], answers: list[str]) -> list[float]:
+        found = [
+            float(said(one) == f"<answer>\n{answer}\n</answer>")
+            for one, answer in zip(completions, answers, strict=True)
+        ]
+        return sorted(found) if is_sorted else found
+
+    assert (await kinds_of(single(rewards, ROWS[:10]))).get("depends-on-neighbours") == found
+
+
 async def test_a_reward_that_is_no_number_is_a_failed_grade() -> None:
     found = await kinds_of(single(lambda completion, answer, parser: right(completion, answer, parser) or math.nan))
     assert found.get("grading-fails") == "error"

@@ -453,21 +453,28 @@ def _other_numbers(env: Any, alone: Played, again: Played, together: Played) -> 
 
 
 async def _beside_others(env: Any, texts: _Texts, alone: Played, changing: Mapping[str, Any]) -> list[CheckFinding]:
-    """Score right answers after and before another of their prompt, where no function is told of the group.
+    """Score right answers after and before another of their prompt.
 
-    What is `changing` without others is left out.
+    Where functions are told of the group, only its order may make no difference. What is `changing` without others is
+    left out, and so are judges, who may prefer a place.
     """
-    if getattr(env.rubric, "has_group_funcs", True) or not texts.right:
+    is_judged = any(isinstance(rubric, JudgeRubric) for rubric in rubrics_of(env))
+    is_of_group = getattr(env.rubric, "has_group_funcs", None)
+    if is_of_group is None or (is_of_group and is_judged) or not texts.right:
         return []
     for place in list(texts.right)[:4]:
         right, run = texts.right[place], _run(env, "")
+        one, how = alone[place], "alone"
         for order, when in ((("", right), "after"), ((right, ""), "before")):
             rollouts = [(await _run(env, text).play([texts.requests[place]]))[0] for text in order]
             await run.score(rollouts)
-            found = _differing({place: alone[place]}, {place: rollouts[order.index(right)]})
+            scored = rollouts[order.index(right)]
+            if is_of_group and when == "after":
+                one, how = scored, "after another"
+            found = _differing({place: one}, {place: scored})
             for name in found.keys() - changing.keys():
                 _, first, second = found[name]
-                text = f"the same rollout got {first:g} alone, and {second:g} when it was scored {when} another"
+                text = f"the same rollout got {first:g} {how}, and {second:g} when it was scored {when} another"
                 mend = (
                     "keep nothing between calls of a reward function, or make it one of the group, with plural "
                     "arguments."
