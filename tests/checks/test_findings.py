@@ -376,6 +376,11 @@ async def test_an_agent_is_not_answered_by_a_text() -> None:
     assert "rewards-not-probed" in await kinds_of(env)
 
 
+async def test_half_for_a_text_that_is_ranked_alone_is_no_pay_for_nothing() -> None:
+    found = await kinds_of(single(rubric=vf.RankingRubric(judge_client=FakeClient("A > B")), rows=ROWS[:10]))
+    assert found == {"rewards-not-probed": "note"}
+
+
 async def test_a_judge_without_a_key_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     env = single(rubric=vf.JudgeRubric(funcs=[graded]), parser=vf.Parser())

@@ -30,6 +30,7 @@ from verifiers.inference.wire import WireObject, request_body
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
+from verifiers.rubrics.ranking_rubric import RankingRubric
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import RewardCall, reward_name, signature_of
 from verifiers.testing.fake_model import form_of, rubrics_of
@@ -172,9 +173,12 @@ class _Texts:
 
 async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], dict[str, Any]]:
     """Check an environment's rewards over so many rows, spread over its eval rows, or else its training rows."""
-    texts = _texts_of(env, rows)
+    texts, text = _texts_of(env, rows), ""
     if not texts.requests:
         text = "its rollouts are not answered by a text: an agent or a program of its own asks the policy"
+    elif isinstance(env.rubric, RankingRubric):
+        text = "its rollouts are ranked among those of their prompt: a text alone gets half of the reward"
+    if text:
         mend = "give a model (-m) to look at what it earns."
         return [CheckFinding("rewards-not-probed", "note", "environment", text, mend)], {}
     alone, way = await _play_one_by_one(env, texts), None
