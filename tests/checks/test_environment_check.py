@@ -51,8 +51,9 @@ async def test_a_model_that_is_sometimes_right_has_no_findings() -> None:
     findings, numbers = await found_with(env_of(), sometimes)
     assert findings == {}
     assert (numbers["prompts"], numbers["rollouts"], numbers["reward"], numbers["truncated"]) == (8, 32, 0.5, 0.0)
-    expected = numbers["groups_without_variance"]["expected_with_num_generations"]
-    assert expected[4] > expected[8] > expected[16]
+    # of as many as were played no more is known than what was seen, and of more nothing
+    seen = numbers["groups_without_variance"]
+    assert seen["expected_with_num_generations"] == {4: seen["share"]}
 
 
 @pytest.mark.parametrize(

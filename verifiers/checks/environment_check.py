@@ -16,6 +16,7 @@ from verifiers.envs.env_group import EnvGroupRubric
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import iter_requests
+from verifiers.evals.statistics import pass_hat_k
 from verifiers.loop_thread import run_blocking
 from verifiers.rollouts.rollout import Group, Rollout
 from verifiers.rollouts.run import Run, refuse_unsupplied
@@ -110,7 +111,7 @@ def check(env: Any, **options: Any) -> CheckReport:
 
 
 GENERATIONS = (4, 8, 16, 32, 64)
-"""Sizes of a group that are looked at."""
+"""Sizes of a group that are looked at, where as many rollouts of a prompt were played."""
 
 _SAME = 1e-9
 _MOST_EQUAL, _MOST_CUT, _MOST_UNREAD, _MOST_FORMAT = 0.5, 0.2, 0.2, 0.5
@@ -163,15 +164,24 @@ def _without_variance(groups: Sequence[Group], numbers: dict[str, Any]) -> Itera
     least, most = (end(reward for rewards in of_prompts for reward in rewards) for end in (min, max))
     at = {"best": sum(rewards[0] >= most - _SAME for rewards in equal), "least": 0}
     at["least"] = sum(rewards[0] <= least + _SAME for rewards in equal) if most > least else 0
-    # of rewards that are not two values, those above the middle count as right
-    rates = [fmean([reward > (least + most) / 2 for reward in rewards]) for rewards in of_prompts]
+    # how often each reward was given
+    counts = [Counter(round(reward, 9) for reward in rewards) for rewards in of_prompts]
     size = max(map(len, of_prompts))
     numbers["groups_without_variance"] = {
         "share": _share(len(equal), len(of_prompts)),
         "at_the_best_reward": at["best"],
         "at_the_least_reward": at["least"],
         "expected_with_num_generations": {
-            number: round(fmean([rate**number + (1 - rate) ** number for rate in rates]), 3) for number in GENERATIONS
+            number: round(
+                fmean(
+                    sum(pass_hat_k(found.total(), count, number) for count in found.values())
+                    for found in counts
+                    if found.total() >= number
+                ),
+                3,
+            )
+            for number in GENERATIONS
+            if number <= size
         },
     }
     if most - least <= _SAME:
