@@ -258,7 +258,7 @@ def _learning_charts(history: History) -> list[_Chart]:
         eval_set_label(name, trained_on=found.trained_on): found for name, found in history.evaluations.items()
     }
     lengths = {"mean": "completions/mean_length", "longest": "completions/max_length"}
-    reward = _chart(history, "Reward", {"training": "reward"}, "evaluations with 95 % intervals" if eval_sets else "")
+    reward = _chart(history, "Reward", {"training": "reward"}, "evaluations ± 2 standard errors" if eval_sets else "")
     reward["series"] += _evaluations(eval_sets, first_colour=len(reward["series"]))
     return [
         reward,
@@ -284,7 +284,7 @@ def _evaluation_charts(history: History) -> list[_Chart]:
     shown["reward by environment"] = history.details.get("task", {})
     charts = []
     for title, found in shown.items():
-        chart = _chart(history, f"Evaluations: {title}", {}, "with 95 % intervals" if title.endswith("k") else "")
+        chart = _chart(history, f"Evaluations: {title}", {}, "± 2 standard errors" if title.endswith("k") else "")
         chart["series"] = _evaluations(found)
         charts.append(chart)
     return charts

@@ -100,7 +100,7 @@ function ySpanOf(chart, edges) {
   else
     for (const series of chart.series) {
       if (series.errors)
-        series.y.forEach((y, at) => values.push(y - 1.96 * (series.errors[at] ?? 0), y + 1.96 * (series.errors[at] ?? 0)));
+        series.y.forEach((y, at) => values.push(y - 2 * (series.errors[at] ?? 0), y + 2 * (series.errors[at] ?? 0)));
       else if (withSpans && series.low) values.push(...series.low, ...series.high);
       else values.push(...series.y);
     }
@@ -161,7 +161,7 @@ function evaluationPoints(place, { x, y, errors }, colour) {
   return [
     line(place, x, y, `thin ${colour}`),
     ...x.flatMap((step, at) => {
-      const reach = 1.96 * (errors[at] ?? 0);
+      const reach = 2 * (errors[at] ?? 0);
       const ends = { x1: place.x(step), x2: place.x(step), y1: place.y(y[at] - reach), y2: place.y(y[at] + reach) };
       return [
         reach ? svg("line", { class: `whisker ${colour}`, ...ends }) : "",
