@@ -294,6 +294,12 @@ def test_it_runs_as_a_command_from_an_environments_directory(server: FakeOpenAIS
     assert json.loads(done.stdout)["rollouts"] == 3
 
 
+@pytest.mark.parametrize("path", ["./modules/toy_sums_env", "modules/toy_sums_env.py"])
+def test_the_rollouts_of_a_path_are_stored_under_its_modules_name(env_name: str, path: str) -> None:
+    assert main([path, "-m", "fake", "-n", "1"]) == 0
+    assert [run.name for run in Path("outputs/evals").iterdir()] == ["toy_sums_env--fake"]
+
+
 def test_a_push_that_cannot_succeed_is_refused_before_the_first_rollout(
     env_name: str, server: FakeOpenAIServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,8 @@ def make_importable(env: str, directory: str | None = None, *, last: str | None 
     # absolute, because worker processes that inherit it run elsewhere
     root = os.path.abspath(directory or ENVIRONMENTS_DIRECTORY)
     front = []
+    if os.sep in env and os.path.isfile(f"{env}.py"):
+        env += ".py"
     if env.startswith(HARBOR):
         env = HARBOR + os.path.abspath(os.path.expanduser(env.removeprefix(HARBOR)))
     elif env.endswith(".py") or (os.sep in env and os.path.isdir(env)):
