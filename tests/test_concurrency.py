@@ -117,4 +117,4 @@ def test_what_closes_slowly_is_not_called_blocking(
     thread.start()
     thread.close()
     has_time.set()
-    assert "did not end in 1.1 s: something is still closed" in caplog.text
+    assert "did not end in 1.1 s: something is still being closed" in caplog.text

@@ -122,6 +122,10 @@ def test_a_value_of_the_wrong_kind_is_refused_in_one_sentence(make: Callable[[],
         make()
 
 
+def test_the_rubrics_of_a_group_may_come_one_by_one() -> None:
+    assert len(vf.RubricGroup(vf.Rubric([right]) for _ in range(2)).rubrics) == 2
+
+
 def test_a_rubric_without_functions_is_logged_where_it_scores_and_refused_in_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

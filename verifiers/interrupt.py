@@ -83,7 +83,7 @@ def ended_by_signals(*, keep_after_failure: bool = False) -> Iterator[Terminatio
     With `keep_after_failure` the launcher's SIGTERM, which follows a failure, does not cut off its report.
     """
     ended = Termination()
-    with handlers(dict.fromkeys(_ENDS, ended.handle) | {signal.SIGTSTP: _stop}) as before:
+    with handlers(dict.fromkeys(_ENDS, ended.handle) | {signal.SIGTSTP: stopped_with_its_timer}) as before:
         try:
             yield ended
         except BaseException:
@@ -157,7 +157,7 @@ async def drained_by_signals(
 
     guard = asyncio.create_task(exit_if_blocked(limit_s))
     try:
-        with handlers(dict.fromkeys(_ENDS, handle) | {signal.SIGTSTP: _stop}, in_asyncio=True):
+        with handlers(dict.fromkeys(_ENDS, handle) | {signal.SIGTSTP: stopped_with_its_timer}, in_asyncio=True):
             yield
     finally:
         is_over = True
@@ -186,8 +186,8 @@ def handlers(given: Mapping[Any, Any], *, in_asyncio: bool = False) -> Iterator[
             signal.signal(number, handler)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    # the timer would count on while Ctrl-Z stops the process
+def stopped_with_its_timer(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-Z: the timer of `exit_if_blocked` would count on while the process is stopped."""
     faulthandler.cancel_dump_traceback_later()
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -174,7 +174,7 @@ class LoopThread:
             waited_s = _STOP_RECEIVED_S + _CLOSING_S * self._stop_received.is_set()
             if self._guard is not None:
                 faulthandler.cancel_dump_traceback_later()
-            cause = "is still closed" if self._stop_received.is_set() else "blocks its loop"
+            cause = "is still being closed" if self._stop_received.is_set() else "blocks its loop"
             logger.warning("the generator's thread did not end in %g s: something %s", waited_s, cause)
 
     def _stop(self) -> None:

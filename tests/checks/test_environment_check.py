@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +185,16 @@ def test_a_page_that_cannot_be_written_is_told_before_a_model_is_asked(
     environment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeOpenAIServer("yes") as server:
-        assert main([environment, "-m", "m", "-b", server.url, "--html", "nowhere/page.html"]) == 1
+        assert main([environment, "-m", "m", "-b", server.url, "--html", "nowhere/page.html"]) == 2
         assert server.requests == []
-    assert capsys.readouterr().err == "vf-check: nowhere/page.html: No such file or directory\n"
+    assert "vf-check: --html is 'nowhere/page.html', and no file can be written there" in capsys.readouterr().err
 
 
-def test_an_environment_without_rows_is_not_called_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_environment_without_rows_is_not_called_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     Path("empty_env.py").write_text(SOURCE.replace("rows[:12]", "[]").replace("rows[12:]", "[]"))
     assert main(["empty_env.py"]) == 2
-    assert "dataset has no rows" in capsys.readouterr().err
+    assert "no dataset of the environment has rows" in capsys.readouterr().err

@@ -360,7 +360,9 @@ async def test_games_with_a_few_openings_have_secrets_and_no_contradictions() ->
     rows = [{"question": f"A word of {len(word)} letters?", "answer": word} for word in NAMES]
     env = Guessing(dataset=rows[:8], eval_dataset=rows[8:12], max_turns=2, rubric=vf.Rubric([somewhere]))
     assert {"contradicting-rows", "eval-trained-on"}.isdisjoint(await kinds_of(env))
-    assert (await kinds_of(single(rows=rows[:8], evals=rows[8:12]))).get("contradicting-rows") == "error"
+    asking = vf.ToolEnv(dataset=rows[:8], eval_dataset=rows[8:12], tools=[], rubric=vf.Rubric([somewhere]))
+    for other in (single(rows=rows[:8], evals=rows[8:12]), asking):
+        assert (await kinds_of(other)).get("contradicting-rows") == "error"
 
 
 async def test_a_form_that_many_prompts_share_is_no_repetition() -> None:

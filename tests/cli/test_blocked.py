@@ -251,18 +251,43 @@ def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:
     assert not work.requested
 
 
+DRAINED = """
+import asyncio, sys
+from verifiers.interrupt import drained_by_signals
+
+async def main():
+    async with drained_by_signals("", None, 4.0):
+        print(1, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+CHECKED = """
+import asyncio, sys
+import verifiers as vf
+from verifiers.cli.check import main
+
+async def waits(completion, answer):
+    print(1, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    return float(completion[-1]["content"] == answer)
+
+def load_environment():
+    rows = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(10, 30)]
+    return vf.SingleTurnEnv(dataset=rows[:10], eval_dataset=rows[10:], rubric=vf.Rubric([waits]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
 @pytest.mark.slow
-def test_ctrl_z_stops_the_clock() -> None:
-    code = (
-        "import asyncio, select, sys, time; from verifiers.interrupt import drained_by_signals\n"
-        "async def main():\n"
-        "    async with drained_by_signals('', None, 4.0):\n"
-        "        print(1, flush=True)\n"
-        "        await asyncio.to_thread(sys.stdin.read)\n"
-        "asyncio.run(main())"
-    )
+@pytest.mark.parametrize("code", [DRAINED, CHECKED], ids=["vf-eval", "vf-check"])
+def test_ctrl_z_stops_the_clock(code: str) -> None:
+    Path("stopped_env.py").write_text(code)
+    command = [sys.executable, "stopped_env.py", "stopped_env.py", "--rollout-timeout", "4"]
     # in a group of its own, which a terminal would stop
-    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-1, process_group=0) as process:
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, process_group=0) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTSTP)

@@ -137,8 +137,8 @@ _PAID_ROWS, _LUCKY_ROWS = 0.25, 0.5
 _WINS = 3
 _SLOW_S, _LATE_S, _BEAT_S = 1.0, 0.25, 0.01
 _MOST_ANSWERS = 500
-_RECORDS = ('{"', '[{"', "[[", "assert ", '["assert ', "['assert ")
-"""How answers begin that are read, not compared, such as tests of a program."""
+_RECORD = re.compile(r"""\[?\{"|\[\[["\[]|\[\[[^,\[\]]+,[^,\[\]]+\]|(\[["'])?assert """)
+"""How answers begin that are read, not compared, such as tests of a program: pairs of what goes in and comes out."""
 
 Played = dict[int, Rollout]
 """Rollouts by row."""
@@ -174,9 +174,10 @@ class _Texts:
 async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], dict[str, Any]]:
     """Check an environment's rewards over so many rows, spread over its eval rows, or else its training rows."""
     texts, text = _texts_of(env, rows), ""
+    rankings = [rubric for rubric in rubrics_of(env) if isinstance(rubric, RankingRubric)]
     if not texts.requests:
         text = "its rollouts are not answered by a text: an agent or a program of its own asks the policy"
-    elif isinstance(env.rubric, RankingRubric):
+    elif rankings and sum(map(bool, env.get_reward_weights())) == len(rankings):
         text = "its rollouts are ranked among those of their prompt: a text alone gets half of the reward"
     if text:
         mend = "give a model (-m) to look at what it earns."
@@ -352,7 +353,7 @@ def _compares_answers(env: Any, request: RolloutRequest) -> bool:
     """Return whether a reward reads the row's answer, and that is a text: no record of tests, or of what to do."""
     weighted = zip(env.get_reward_funcs(), env.get_reward_weights(), strict=False)
     reads = any(weight and "answer" in signature_of(func).names for func, weight in weighted)
-    return reads and not str(request.answer).startswith(_RECORDS)
+    return reads and not _RECORD.match(str(request.answer))
 
 
 def _lowest(alone: Played, probed: Mapping[str, Played]) -> float:
@@ -480,7 +481,9 @@ async def _beside_others(env: Any, texts: _Texts, alone: Played, changing: Mappi
                 _, first, second = found[name]
                 text = f"the same rollout got {first:g} {how}, and {second:g} when it was scored {when} another"
                 mend = (
-                    "keep nothing between calls of a reward function, or make it one of the group, with plural "
+                    "return the rewards of a group in the order of its rollouts."
+                    if is_of_group
+                    else "keep nothing between calls of a reward function, or make it one of the group, with plural "
                     "arguments."
                 )
                 return [CheckFinding("depends-on-neighbours", "error", f"{name!r}, row {place}", text, mend)]

@@ -11,6 +11,7 @@ from typing import Any
 from verifiers.checks.check_report import CheckFinding, Severity, named_rows
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.multiturn_env import SingleTurnEnv
+from verifiers.envs.tool_env import ToolEnv
 from verifiers.errors import ConfigError
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.rubrics.scoring import reward_name, signature_of
@@ -45,10 +46,8 @@ def check_rows(
     numbers: dict[str, Any] = {}
     rows_of: dict[str, list[Fields]] = {}
     for name, dataset in (("training", env.dataset), ("eval", env.eval_dataset)):
-        if dataset is None:
+        if dataset is None or not len(dataset):
             continue
-        if not len(dataset):
-            raise ConfigError(f"the {name} dataset has no rows; give the environment some.")
         rows: list[Fields] = [row_fields(row) for row in dataset.select(range(min(len(dataset), _MOST_ROWS)))]
         rows_of[name] = rows
         columns = {column: str(kind) for column, kind in dataset.features.items()}
@@ -63,6 +62,8 @@ def check_rows(
             lengths = sorted((count_tokens(prompt), place) for place, (prompt, *_) in enumerate(rows))
             numbers[name]["prompt_tokens"] = {"median": lengths[len(lengths) // 2][0], "most": lengths[-1][0]}
             findings += _too_long(lengths, max_model_len, kind)
+    if not rows_of:
+        raise ConfigError("no dataset of the environment has rows; give it some.")
     if "training" in rows_of and "eval" in rows_of:
         findings += _trained_on(env, rows_of["training"], rows_of["eval"])
     elif "training" in rows_of:
@@ -82,7 +83,7 @@ def _missing_answers(env: Any, rows: list[Fields], kind: str) -> Iterator[CheckF
         member = env.get_env_for_task(task)
         prompts = [rubric.judge_prompt for rubric in rubrics_of(member) if isinstance(rubric, JudgeRubric)]
         # what asks a judge names the answer to pass it on, also where no judge is shown it
-        passes_on = {"judge", "verdict"} if all("{answer" not in prompt for prompt in prompts) else set()
+        passes_on = {"judge", "verdict"} if prompts and "{answer" not in "".join(prompts) else set()
         reading = [
             reward_name(func)
             for func in member.get_reward_funcs()
@@ -129,7 +130,8 @@ def _repeated(env: Any, rows: list[Fields], kind: str) -> Iterator[CheckFinding]
 
 def _is_hidden(env: Any, rows: list[Fields]) -> bool:
     """Return whether most rows ask the same: a game, whose secret stands in the answer or the info."""
-    few = _FEW_PROMPTS if isinstance(env, SingleTurnEnv) else _FEW_OPENINGS
+    members = [env.get_env_for_task(task) for task in {task for _, _, task, _ in rows}]
+    few = _FEW_PROMPTS if any(isinstance(member, SingleTurnEnv | ToolEnv) for member in members) else _FEW_OPENINGS
     return len({_key(prompt) for prompt, *_ in rows}) <= few * len(rows)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +68,8 @@ def check_command(args: argparse.Namespace) -> int:
     env_args = json_object("--env-args", args.env_args)
     name = make_importable(args.env, args.env_dir_path)
     env = load_environment(name, **env_args)
-    if args.html is not None:
-        # where it cannot be written, that is known before a model is asked
-        with open(args.html, "a"):
-            pass
+    if args.html is not None and not os.access(Path(args.html).parent, os.W_OK):
+        raise ConfigError(f"--html is {args.html!r}, and no file can be written there; give another path.")
     report = asyncio.run(_checked(args, name, env))
     if args.html is not None:
         from verifiers.reports.page import plain_page
@@ -82,7 +82,7 @@ def check_command(args: argparse.Namespace) -> int:
 async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport:
     from verifiers.checks.environment_check import check_environment, why_not_rewarded
     from verifiers.envs.lifecycle import run_teardown
-    from verifiers.interrupt import exit_if_blocked
+    from verifiers.interrupt import exit_if_blocked, handlers, stopped_with_its_timer
 
     guard = asyncio.create_task(exit_if_blocked(min(_BLOCKED_S, args.rollout_timeout)))
     options: dict[str, Any] = {"rows": args.rows, "max_model_len": args.max_model_len}
@@ -94,7 +94,8 @@ async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport
         if (args.model is not None or args.api_base_url) and why_not_rewarded(env) is None:
             run = await _run_of(args, env)
             options |= {"prompts": args.num_examples, "rollouts_per_example": args.rollouts_per_example}
-        return await check_environment(env, name, run=run, **options)
+        with handlers({signal.SIGTSTP: stopped_with_its_timer}):
+            return await check_environment(env, name, run=run, **options)
     finally:
         if run is not None:
             await run.backend.close()

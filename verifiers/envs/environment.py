@@ -114,11 +114,11 @@ class Environment(ClassicCalls):
         set_extra_keywords(self, kwargs, ("env_id", "env_args", "client", "model"))
         for name, given, is_one, wanted in (
             ("rubric", rubric, hasattr(rubric, "score_rollout"), "a rubric, such as Rubric(funcs=[my_function])"),
-            ("parser", parser, hasattr(parser, "parse_answer"), 'a parser, such as XMLParser(["answer"])'),
+            ("parser", parser, hasattr(parser, "parse"), 'a parser, such as XMLParser(["answer"])'),
             ("system_prompt", system_prompt, isinstance(system_prompt, str), "a text"),
-            ("few_shot", few_shot, isinstance(few_shot, list | tuple), "a list of messages"),
+            ("few_shot", few_shot, not isinstance(few_shot, str | Mapping), "a list of messages"),
         ):
-            if given is not None and (isinstance(given, type) or not is_one):
+            if given and (isinstance(given, type) or not is_one):
                 raise ConfigError(f"{name} is {given!r}; give {wanted}.")
         if message_type not in ("chat", "completion"):
             raise ConfigError(f"message_type is {message_type!r}; give 'chat' or 'completion'.")

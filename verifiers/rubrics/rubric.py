@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from numbers import Real
 from operator import attrgetter
 from typing import Any, Self
@@ -349,15 +349,15 @@ class RubricGroup(Rubric):
     list of rubrics is a ConfigError (a ValueError).
     """
 
-    def __init__(self, rubrics: Sequence[Rubric], **kwargs: Any) -> None:
+    def __init__(self, rubrics: Iterable[Rubric], **kwargs: Any) -> None:
         # the base class would keep functions of its own, which a group does not have
-        if not rubrics:
+        self.rubrics: list[Rubric] = list(rubrics)
+        if not self.rubrics:
             raise ConfigError("A RubricGroup must have at least one rubric, but rubrics is empty.")
-        for each in rubrics:
-            if not hasattr(each, "score_rollout"):
+        for each in self.rubrics:
+            if isinstance(each, type) or not hasattr(each, "score_rollout"):
                 raise ConfigError(f"A group's rubrics hold {each!r}; give rubrics, such as Rubric(funcs=[correct]).")
         self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
-        self.rubrics: list[Rubric] = list(rubrics)
         self.parser = kwargs.pop("parser", None) or self.rubrics[0].parser
         self.parallelize_scoring = True
         self._seen_failing = set()

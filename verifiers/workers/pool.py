@@ -594,12 +594,13 @@ class _Pool:
         """Start a worker and see to its end; start the next one where it was not to end."""
         link = WorkerLink(number, self._note_change)
         self._links.append(link)
-        reason, no_room = "could not be started", False
+        reason, no_room, is_late = "could not be started", False, False
         try:
             running = link.running = await self._engine.start(link)
             try:
                 link.connection.send(self._workers.load_message())
-                await asyncio.wait((link.ready, link.lost), timeout=_START_S, return_when="FIRST_COMPLETED")
+                done, _ = await asyncio.wait((link.ready, link.lost), timeout=_START_S, return_when="FIRST_COMPLETED")
+                is_late = not done
                 if link.ready.done():
                     await link.lost
             finally:
@@ -607,7 +608,6 @@ class _Pool:
                 if not link.ready.done():
                     # it imports, and reads nothing meanwhile
                     running.kill()
-                is_late = not link.ready.done() and not link.lost.done()
                 reason = await _reap(running)
                 if is_late:
                     reason = f"had not loaded its environment after {_START_S:g} s"

@@ -230,7 +230,7 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
     with torch.inference_mode():
         batch.add(probes)
         can_be_recorded = batch.can_be_recorded()
-        worst = 0.0
+        found: list[float] = []
         for step in range(3 if max_model_len > 2 else 1):
             if step == 2:
                 # a next turn goes on by several tokens from what is kept
@@ -243,12 +243,13 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
                 held = sequence.request.images
                 given = {} if images is None or held is None else images.inputs(ids_1T, [held], model.device)
                 plain = model(input_ids=ids_1T, **given).logits[0, -1].float()
-                worst = max(worst, ((logits[row] - plain).abs().max() / (1.0 + plain.abs().max())).item())
+                found.append(((logits[row] - plain).abs().max() / (1.0 + plain.abs().max())).item())
                 sequence.tokens.append((sequence.tokens[-1] + 1) % vocabulary)
-    if not worst <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
+    tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT)
+    if wrong := [value for value in found if not value <= tolerance]:
         raise StartError(
             f"the cached logits of model type {model.config.model_type!r} differ from the plain ones by a "
-            f"relative {worst:.2g}; this server cannot serve it exactly, so use vLLM for it",
+            f"relative {max(wrong):.2g}; this server cannot serve it exactly, so use vLLM for it",
             1,
         )
     return max(1, batch.bytes_per_token), batch.bytes_per_row, can_be_recorded
