@@ -142,6 +142,7 @@ def test_an_image_that_a_tool_shows_is_trained_as_it_was_seen(
         assert not any(text in said for text in ("<|im_start|>", "<|image_pad|>"))
 
 
+@pytest.mark.slow
 def test_the_tower_is_trained_where_that_is_asked_for(seeing_dir: Path, tmp_path: Path) -> None:
     trainer = train(seeing_dir, tmp_path / "run", train_vision_tower=True)
     assert trainer.largest_difference() < 1e-4
@@ -150,12 +151,14 @@ def test_the_tower_is_trained_where_that_is_asked_for(seeing_dir: Path, tmp_path
 
 
 # PEFT's own
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_an_adapter_is_trained_on_images(seeing_dir: Path, tmp_path: Path) -> None:
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     assert train(seeing_dir, tmp_path / "run", adapter=adapter).largest_difference() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"old_logprobs_batch_size": 3}, {"old_logprobs_on_rollout_device": True}])
 def test_old_log_probs_see_the_images(seeing_dir: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     trainer = train(seeing_dir, tmp_path / "run", num_iterations=2, beta=0.1, max_steps=2, **options)

@@ -171,7 +171,10 @@ def server(serve: Any, request: pytest.FixtureRequest) -> Server:
 
 
 def on(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("server", names, indirect=True)
+    # a second process that loads torch
+    marks = {"vf-serve with a key": pytest.mark.slow}
+    params = [pytest.param(name, marks=marks.get(name, ())) for name in names]
+    return pytest.mark.parametrize("server", params, indirect=True)
 
 
 @on(*OPEN, *KEYED)
