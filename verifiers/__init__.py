@@ -86,15 +86,12 @@ def _imported(name: str) -> object:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        from verifiers.installation import EXTRAS, install_hint
+        from verifiers.installation import missing_extra
 
-        missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRAS:
+        sentence = missing_extra(f"verifiers.{name}", error)
+        if sentence is None:
             raise
-        raise AttributeError(
-            f"verifiers.{name} needs {missing}, which is not installed or does not fit; "
-            f"{install_hint(EXTRAS[missing])}."
-        ) from error
+        raise AttributeError(sentence) from error
 
 
 def _version() -> str:

@@ -43,6 +43,14 @@ def installer() -> list[str]:
     return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
 
 
+def missing_extra(what: str, error: ImportError) -> str | None:
+    """Return the sentence for what failed to import a module that an extra brings; None for any other module."""
+    missing = (error.name or "").partition(".")[0]
+    if missing not in EXTRAS:
+        return None
+    return f"{what} needs {missing}, which is not installed or does not fit; {install_hint(EXTRAS[missing])}."
+
+
 def install_hint(part: str, of: str = "verifiers") -> str:
     """Return how to install a missing part, as the end of an error message.
 

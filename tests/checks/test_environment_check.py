@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -173,12 +175,15 @@ def test_flags_that_cannot_be_are_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("other", [Fault(status=404), Fault.hang()], ids=["404", "404 or nothing"])
 def test_a_model_that_never_answered_is_no_environment_that_is_right(
-    environment: str, capsys: pytest.CaptureFixture[str]
+    other: Fault, environment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with FakeOpenAIServer("yes", faults=lambda _: Fault(status=404)) as server:
-        assert main([environment, "-m", "m", "-b", server.url, "-n", "2", "-r", "2"]) == 1
-    assert "error   rollouts-fail (provider_error): 4 of 4 rollouts" in capsys.readouterr().out
+    faults = itertools.cycle([Fault(status=404), other])
+    with FakeOpenAIServer("yes", faults=lambda _: next(faults)) as server:
+        command = [environment, "-m", "m", "-b", server.url, "-n", "2", "-r", "2", "--rollout-timeout", "1"]
+        assert main(command) == 1
+    assert re.search(r"error   rollouts-fail \(provider_error\): [1-4] of 4 rollouts", capsys.readouterr().out)
 
 
 def test_a_page_that_cannot_be_written_is_told_before_a_model_is_asked(

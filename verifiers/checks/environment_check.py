@@ -149,8 +149,9 @@ def _failed(rollouts: Sequence[Rollout]) -> Iterator[CheckFinding]:
     for outcome, texts in causes.items():
         (first, times), count = texts.most_common(1)[0], texts.total()
         is_ours = outcome in (Outcome.GRADING_ERROR, Outcome.ENVIRONMENT_ERROR)
-        # of a model that never answered nothing was checked
-        severity: Severity = "error" if is_ours or count == len(rollouts) else "warning"
+        # where none was played to its end, nothing was checked
+        is_all = all(rollout.failure is not None for rollout in rollouts)
+        severity: Severity = "error" if is_ours or is_all else "warning"
         text = f"{count} of {len(rollouts)} rollouts ended as {outcome}; most often ({times} times): {first:.200}"
         mend = "failed rollouts train nothing and are in no mean: see what they have in common."
         yield CheckFinding("rollouts-fail", severity, str(outcome), text, mend)

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy, curriculum_from
 from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
-from verifiers.installation import EXTRAS, install_hint
+from verifiers.installation import missing_extra
 from verifiers.workers.settings import WorkerSettings
 
 
@@ -200,11 +200,10 @@ def _checked_trainer(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
     try:
         from verifiers.train.config import GRPOConfig
     except ImportError as error:
-        if EXTRAS.get((error.name or "").partition(".")[0]) != "train":
+        sentence = missing_extra("a run file", error)
+        if sentence is None:
             raise
-        raise ConfigError(
-            f"a run file needs {error.name}, which is not installed or does not fit; {install_hint('train')}."
-        ) from error
+        raise ConfigError(sentence) from error
 
     types = get_type_hints(GRPOConfig)
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
