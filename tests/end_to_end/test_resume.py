@@ -19,6 +19,7 @@ import torch
 from forks import Forked, Forks
 from transformers import TrainerCallback
 
+from verifiers.errors import CheckpointError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.checkpoint import load_pending_blocks
@@ -90,6 +91,25 @@ def test_a_resumed_run_trains_on_the_blocks_that_were_in_flight(
     assert max(whole.logged("staleness")) == settings["num_batches_ahead"] * settings.get("num_iterations", 1)
     assert same(tiny_world.weights(whole), tiny_world.weights(parts[2]))
     assert without_clocks(read_block_log(tmp_path / "whole")) == without_clocks(read_block_log(tmp_path / "cut"))
+
+
+@pytest.mark.slow
+def test_a_reference_model_that_follows_the_policy_goes_on_as_it_was(
+    model_dir: Path, server: Any, tmp_path: Path
+) -> None:
+    synced = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "drain_before_sync": True}
+    whole = trainer_for(model_dir, server, tmp_path / "whole", **synced)
+    whole.train()
+    tiny_world.stop(trainer_for(model_dir, server, tmp_path / "cut", **synced), 3)
+    resumed = trainer_for(model_dir, server, tmp_path / "cut", **synced)
+    resumed.train(resume_from_checkpoint=True)
+    assert whole.logged("kl") == pytest.approx(resumed.logged("kl"), abs=1e-6)
+    assert whole.logged("kl")[-1] > 1e-5
+    assert same(whole.ref_model.state_dict(), resumed.ref_model.state_dict())
+    assert same(tiny_world.weights(whole), tiny_world.weights(resumed))
+    trainer_for(model_dir, server, tmp_path / "fixed", beta=0.5, max_steps=2).train()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 has no reference/, .*; set sync_ref_model=False"):
+        trainer_for(model_dir, server, tmp_path / "fixed", **synced).train(resume_from_checkpoint=True)
 
 
 def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

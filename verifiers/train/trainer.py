@@ -228,7 +228,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             args, self.ranks, self.timer, self.env, run.eval_sets, run.sampling_args, self.session
         )
         in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.checkpoint_weights = CheckpointWeights(self.ranks, self.weights.model, in_shards=in_shards)
+        changing = accelerator.unwrap_model(self.ref_model) if args.sync_ref_model else None
+        self.checkpoint_weights = CheckpointWeights(
+            self.ranks, self.weights.model, in_shards=in_shards, reference=changing
+        )
         self.directory = RunDirectory(
             args,
             plan,
@@ -529,9 +532,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self.directory.saving(self.state):
             super()._save_checkpoint(model, trial)
+            self.checkpoint_weights.save_reference(self.directory.checkpoint(self.state.global_step))
 
     def _load_from_checkpoint(self, path: str, model: Any = None) -> None:
         self.checkpoint_weights.load(path, functools.partial(super()._load_from_checkpoint, path, model))
+        self.checkpoint_weights.load_reference(path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled

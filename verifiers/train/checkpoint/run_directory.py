@@ -334,6 +334,9 @@ class RunDirectory:
 
     # -- on every rank --------------------------------------------------------------------------------------------
 
+    def checkpoint(self, step: int) -> Path:
+        return self.path / f"checkpoint-{step}"
+
     @contextlib.contextmanager
     def rotation(self) -> Iterator[None]:
         """Leave the deletion of old checkpoints to `saving`: transformers may do it before the next is complete."""
@@ -351,7 +354,7 @@ class RunDirectory:
         The last checkpoint of a run may stand inside a block: no run can resume it, and it does not count.
         """
         step, writes = state.global_step, self._args.should_save
-        checkpoint = self.path / f"checkpoint-{step}"
+        checkpoint = self.checkpoint(step)
         with raises_checkpoint_error(checkpoint):
             if writes:
                 mark_incomplete(checkpoint)

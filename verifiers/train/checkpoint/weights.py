@@ -24,6 +24,9 @@ from verifiers.train.config import setting_name
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync.protocol import gathered_tensors, is_sharded
 
+_REFERENCE = "reference"
+"""The directory in a checkpoint with the reference model, where that changes."""
+
 
 @contextlib.contextmanager
 def settings_of_the_run(optimizer: Any, scheduler: Any) -> Iterator[None]:
@@ -86,10 +89,13 @@ class CheckpointWeights:
     """The policy's tensors as checkpoints hold them; every rank has one and calls it in the same order.
 
     FSDP and DeepSpeed, which train it `in_shards`, keep files of their own, under the names in memory.
+
+    Args:
+        reference: the reference model, where it changes during the run (`sync_ref_model`).
     """
 
-    def __init__(self, ranks: Ranks, model: Any, *, in_shards: bool) -> None:
-        self._ranks, self._model, self._in_shards = ranks, model, in_shards
+    def __init__(self, ranks: Ranks, model: Any, *, in_shards: bool, reference: Any = None) -> None:
+        self._ranks, self._model, self._in_shards, self._reference = ranks, model, in_shards, reference
         self._checksums: dict[str, str] = {}
         self._frozen: set[str] = set()
 
@@ -124,6 +130,28 @@ class CheckpointWeights:
         self._checksums, self._frozen = {}, set()
         found = self.checksums()
         self._ranks.on_rank_0(lambda: _compare(path, found))
+
+    def save_reference(self, checkpoint: Path) -> None:
+        """Save a reference model that changes beside the policy, on the rank that writes; shards are not gathered."""
+        if self._reference is not None and not self._in_shards and self._ranks.is_main:
+            self._reference.save_pretrained(checkpoint / _REFERENCE)
+
+    def load_reference(self, checkpoint: str) -> None:
+        """Load a reference model that changes as it was saved.
+
+        Raises:
+            CheckpointError: the checkpoint has none, or it cannot be read.
+        """
+        if self._reference is None:
+            return
+        path = Path(checkpoint) / _REFERENCE
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no {_REFERENCE}/, the reference model as it was then: it is written with "
+                f"sync_ref_model=True, and not by FSDP or DeepSpeed; set sync_ref_model=False, or {START_NEW}."
+            )
+        with unreadable_named("the reference model", checkpoint):
+            _load_pretrained(self._reference, path)
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of each tensor by its name, on rank 0; of tied ones the first name counts.
