@@ -143,6 +143,23 @@ def test_what_the_classic_package_had_is_told_what_there_is_instead(
     assert instead in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "vf-eval my-env --right-from nan",
+        "vf-eval my-env -T inf",
+        "vf-export run -f sft --threshold nan",
+        "vf-compare a b --right-from nan",
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_by_every_flag(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *given = words.split()
+    with pytest.raises(SystemExit) as caught:
+        parser_of(command).parse_args(given)
+    assert caught.value.code == 2
+    assert "is not a finite number" in capsys.readouterr().err
+
+
 def test_every_command_of_the_project_is_on_the_page_and_can_be_called() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     # the classic package's, which says what there is instead

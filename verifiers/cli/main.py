@@ -12,6 +12,7 @@ import errno
 import gc
 import io
 import json
+import math
 import os
 import pkgutil
 import sys
@@ -55,6 +56,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, epilog=epilog)
         self.examples = tuple(examples)
         self._gone = gone or {}
+        # a comparison with NaN is never true, so a limit or threshold of NaN would switch itself off
+        self.register("type", float, _finite)
         told = f"%(prog)s {version or __version__}"
         self.add_argument("--version", action="version", version=told, help="show the version and exit")
 
@@ -92,6 +95,13 @@ class CommandParser(argparse.ArgumentParser):
         packages = "directory of environment packages (default: ./environments)"
         add("-p", "--env-dir-path", metavar="DIR", help=packages)
         return add
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return number
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
