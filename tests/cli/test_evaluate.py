@@ -247,6 +247,7 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
         (["ENV", "--attempt-timeout", "0"], "--attempt-timeout is 0; give a number of seconds above 0"),
         (["ENV", "-e", "none.toml"], "leave --api-base-url and --header out"),
         (["ENV", "--requests-per-second", "-1"], "requests_per_second is -1"),
+        (["ENV", "--requests-per-second", "0"], "requests_per_second is 0"),
         (["ENV", "--output-dir", "taken"], "results cannot be written under 'taken'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -276,12 +276,8 @@ def _open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any,
         if play_judges(env, args.seed) and not args.json:
             tell("vf-eval: the built-in fake endpoint answers for the judge, too")
         return FakeEndpoint(iter_requests(dataset, 1, None), parser_of, args.seed), Limiter(limit)
-    limiter = limiter_for(
-        entry.urls,
-        args.max_concurrent,
-        maximum=entry.max_concurrent,
-        requests_per_second=args.requests_per_second or entry.requests_per_second,
-    )
+    rate = entry.requests_per_second if args.requests_per_second is None else args.requests_per_second
+    limiter = limiter_for(entry.urls, args.max_concurrent, maximum=entry.max_concurrent, requests_per_second=rate)
     return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry)), limiter
 
 
