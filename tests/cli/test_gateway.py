@@ -39,6 +39,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-m", "fake", "-S", '{"temprature": 1}'], "did you mean 'temperature'?"),
         (["-m", "fake", "--port", "99999"], "port is 99999"),
         (["-m", "fake", "-c", "0"], "max_concurrent is 0"),
+        (["-m", "fake", "--host", "192.0.2.1"], "give another host"),
     ],
 )
 def test_bad_flags_are_one_sentence(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

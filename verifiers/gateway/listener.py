@@ -89,7 +89,8 @@ class Listener:
             server = await loop.create_server(self._accept, host, port, backlog=self._backlog)
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"the gateway cannot listen on {host}:{port}: {error}; give another port.") from error
+            text = f"the gateway cannot listen on {host}:{port}: {error}; give another host or port."
+            raise ConfigError(text) from error
         self._servers.append(server)
         return url_of(server.sockets[0])
 
