@@ -87,6 +87,12 @@ def test_an_entry_point_comes_before_a_module_of_its_name(
     assert result == ("default" if env_id == "counting" else "entry point")
 
 
+@pytest.mark.parametrize("name", [3, None])
+def test_a_name_that_is_no_text_is_refused_with_its_value(name: Any) -> None:
+    with pytest.raises(ConfigError, match=f"env_id is {name}"):
+        load_environment(name)
+
+
 def test_an_unknown_name_is_told_the_nearest_and_how_to_install(
     add_module: AddModule, declare: Callable[..., None]
 ) -> None:

@@ -48,6 +48,8 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         EnvironmentLoadError (a RuntimeError): its code failed; `__cause__` is the error.
     """
     given = dict(env_args)
+    if not isinstance(env_id, str):
+        raise ConfigError(f"env_id is {env_id!r:.100}; give the name of an environment, such as 'my-env'.")
     if env_id.startswith(HARBOR):
         # named, as environments do not import integrations
         make = importlib.import_module("verifiers.integrations.harbor").HarborEnv
