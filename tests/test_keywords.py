@@ -106,6 +106,7 @@ def test_reward_functions_may_have_defaults_and_class_objects_of_any_name() -> N
         (lambda: environment(parser=vf.XMLParser), "parser is <class .*XMLParser'>; give a parser"),
         (lambda: environment(system_prompt=["be brief"]), r"system_prompt is \['be brief'\]; give a text"),
         (lambda: environment(few_shot="Q: 1+1 A: 2"), "few_shot is 'Q: 1[+]1 A: 2'; give a list of messages"),
+        (lambda: environment(few_shot=["1+1?", "2"]), "few_shot is .*'2'.; give a list of messages"),
         (lambda: vf.EnvGroup(environment()), "EnvGroup takes a list of environments, not <.*; give several"),
         (lambda: vf.RubricGroup([len]), "A group's rubrics hold <built-in function len>; give rubrics, such as"),
         (lambda: environment(message_type="chta"), "message_type is 'chta'; give 'chat' or 'completion'"),

@@ -49,6 +49,10 @@ def offered_tools(state: Mapping[str, Any], default: list[Any] | None) -> list[A
     return own[0] if own else next((tools for tools in named if tools), default)
 
 
+def _holds_text(few_shot: Any) -> bool:
+    return isinstance(few_shot, str | Mapping) or any(isinstance(message, str) for message in few_shot or ())
+
+
 def _has_audio(messages: list[ChatMessage]) -> bool:
     contents = [message_field(message, "content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -116,7 +120,7 @@ class Environment(ClassicCalls):
             ("rubric", rubric, hasattr(rubric, "score_rollout"), "a rubric, such as Rubric(funcs=[my_function])"),
             ("parser", parser, hasattr(parser, "parse"), 'a parser, such as XMLParser(["answer"])'),
             ("system_prompt", system_prompt, isinstance(system_prompt, str), "a text"),
-            ("few_shot", few_shot, not isinstance(few_shot, str | Mapping), "a list of messages"),
+            ("few_shot", few_shot, not _holds_text(few_shot), "a list of messages"),
         ):
             if given and (isinstance(given, type) or not is_one):
                 raise ConfigError(f"{name} is {given!r}; give {wanted}.")
