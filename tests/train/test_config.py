@@ -225,6 +225,7 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ({"epsilon_high": float("nan")}, "epsilon_high is nan"),
         ({"entropy_coef": float("nan")}, "entropy_coef is nan"),
         ({"learning_rate": "1e-5"}, "learning_rate is '1e-5'; give 0 or more"),
+        ({"server_urls": "http://127.0.0.1:9/v1"}, "server_urls is 'http://127.0.0.1:9/v1'; give a list of URLs"),
         ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high is 0.2, below epsilon=0.3"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vLLM runs as a server here; start vf-vllm"),
         ({"kl_estimator": "k4", "beta": 0.1}, "kl_estimator is 'k4'; choose one of None, k1, k2, k3"),

@@ -287,6 +287,8 @@ class GRPOConfig(trl.GRPOConfig):
 
     def _name_server(self) -> None:
         """Set `server_url` from whichever setting names the server, with "/v1" as the URLs that are pushed to."""
+        if isinstance(self.server_urls, str):
+            raise ConfigError(f"server_urls is {self.server_urls!r}; give a list of URLs, or one as server_url.")
         if self.server_urls:
             self.server_urls = [_with_version(url) for url in self.server_urls]
             self.server_url = self.server_urls[0]
