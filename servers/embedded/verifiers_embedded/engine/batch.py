@@ -35,6 +35,29 @@ MASK_CELLS = 16 * 2**20
 ROWS_APART = 16
 """Rows are held in order of length by blocks of at least so many, and of a quarter of the slots."""
 
+_OWN_POSITIONS = (
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+_NOT_SERVED = {
+    # in 16 bits that is lost in the rounding which the check at start allows
+    "jamba": "goes on from a kept turn by one token alone",
+    **dict.fromkeys(_OWN_POSITIONS, "counts positions from the id of its padding token"),
+    **dict.fromkeys(("idefics", "kosmos-2"), "takes no prompt without an image"),
+    "paligemma": "sees prompts in both directions",
+    "minimax": "takes no cache but its own",
+    "recurrent_gemma": "keeps its state outside of the cache",
+    "openai-gpt": "has no cache",
+    "blt": "reads bytes in patches",
+}
+_WITHOUT_WINDOW = ("moshi", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
+"""Types of text models that read no `sliding_window`, though their configs have one."""
+
 
 class ActiveBatch:
     """A batch of up to `slots` sequences, row i of the cache belonging to ``sequences[i]``.
@@ -426,11 +449,14 @@ def layer_kinds(config: Any) -> tuple[list[str], dict[str, int | None]]:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise StartError(f"model type {config.model_type!r} has an encoder; serve a decoder-only model")
+    if (reason := _NOT_SERVED.get(config.model_type)) is not None:
+        raise StartError(
+            f"model type {config.model_type!r} {reason}, so this server cannot run it; serve it with vLLM"
+        )
     text = config.get_text_config()
-    if text.model_type == "jamba":
-        # in 16 bits that is lost in the rounding which the check at start allows
-        raise StartError("model type 'jamba' goes on from a kept turn by one token alone; serve it with vLLM")
     kinds, options = get_layer_types_and_kwargs(text)
+    if text.model_type in _WITHOUT_WINDOW:
+        kinds, options = ["full_attention"] * len(kinds), [{} for _ in kinds]
     strange = sorted(set(kinds).difference(ATTENTION_KINDS, STATE_KINDS, [NOTHING_KEPT]))
     if strange:
         raise StartError(

@@ -68,6 +68,11 @@ def model_class(config: Any, *, with_images: bool = False) -> Any:
     import transformers
 
     layer_kinds(config)
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
+        raise StartError(
+            f"model type {config.model_type!r} is an encoder, for its config does not set is_decoder; serve a "
+            "decoder-only model"
+        )
     makers: tuple[tuple[Any, Any], ...] = (
         (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
         (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
@@ -231,7 +236,7 @@ def check_cache(model: Any, max_model_len: int, images: ImageProcessor | None = 
         batch.add(probes)
         can_be_recorded = batch.can_be_recorded()
         found: list[float] = []
-        for step in range(3 if max_model_len > 2 else 1):
+        for step in range(min(3, max_model_len)):
             if step == 2:
                 # a next turn goes on by several tokens from what is kept
                 batch.remember([True] * len(batch.sequences))

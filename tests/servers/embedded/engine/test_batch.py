@@ -149,6 +149,8 @@ def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_di
         transformers.Qwen3MoeConfig(
             **TINY, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
         ),
+        # reads none
+        transformers.MoshiConfig(**TINY, head_dim=16, ffn_dim=128, sliding_window=4),
     ],
     ids=lambda config: config.model_type,
 )
@@ -166,6 +168,9 @@ def test_common_kinds_of_model_are_served_exactly(config: Any) -> None:
         (transformers.MambaConfig(), "mamba.*position_ids"),
         (transformers.T5Config(), "t5.*encoder"),
         (transformers.ViTConfig(), "vit.*does not generate text"),
+        (transformers.BertConfig(), "bert.*encoder"),
+        (transformers.RobertaConfig(is_decoder=True), "roberta.*positions"),
+        (transformers.BltConfig(), "blt.*bytes"),
     ],
     ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
 )
@@ -265,5 +270,8 @@ def test_a_model_whose_cached_logits_differ_is_not_served(fault: str, model_dir:
     try:
         with pytest.raises(StartError, match="differ"):
             check_cache(model, 64)
+        if fault != "a next turn begins anew":
+            with pytest.raises(StartError, match="differ"):
+                check_cache(model, 2)
     finally:
         del model.forward, model.base_model.forward
