@@ -25,14 +25,15 @@ from verifiers.concurrency import gather_owned
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.evals.evaluation_run import LoopLag
+from verifiers.inference.endpoint import single_backend_for
 from verifiers.inference.retry import RetryPolicy
-from verifiers.inference.wire import WireObject, request_body
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.rubrics.ranking_rubric import RankingRubric
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import RewardCall, reward_name, signature_of
+from verifiers.testing.fake_client import FakeClient
 from verifiers.testing.fake_model import form_of, rubrics_of
 from verifiers.types import Outcome, RolloutKey
 
@@ -144,24 +145,6 @@ Played = dict[int, Rollout]
 """Rollouts by row."""
 
 
-class _Says:
-    """A backend that answers every call with one text."""
-
-    base_url, api_key = "check:", "EMPTY"
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        from verifiers.testing.script import response_body
-
-        await asyncio.sleep(0)  # others get their turn, as while a server answers
-        return WireObject(response_body(request_body(arguments), [self._text], model="check", token_ids=False))
-
-    async def close(self) -> None:
-        """Do nothing: no connection is open."""
-
-
 @dataclass(slots=True)
 class _Texts:
     """What is answered in the rows that are looked at, by row."""
@@ -182,14 +165,14 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
     if text:
         mend = "give a model (-m) to look at what it earns."
         return [CheckFinding("rewards-not-probed", "note", "environment", text, mend)], {}
-    alone, way = await _play_one_by_one(env, texts), None
+    alone, way = (await _play(env, texts))[""], None
     played = [texts.right]
     for write in WAYS if texts.right and not _best(alone) > 0 else ():
         tried = _texts_of(env, rows, write)
         if tried.right in played:
             continue
         played.append(tried.right)
-        earned = await _play_one_by_one(env, tried)
+        earned = (await _play(env, tried))[""]
         if _best(earned) > 0:
             texts, alone, way = tried, earned, write
             break
@@ -197,12 +180,12 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
     lag = LoopLag(_BEAT_S)
     with _timed_calls() as calls:
         async with lag.measured():
-            again = await _play_one_by_one(env, texts)
+            again = (await _play(env, texts))[""]
             await asyncio.sleep(0)
     seconds = (time.perf_counter() - started) / max(1, len(again))
-    together, probed = await _play_together(env, texts)
-    everything = [*alone.values(), *again.values(), *together.values()]
-    everything += [rollout for by_name in probed.values() for rollout in by_name.values()]
+    probed = await _play(env, texts, texts.probes, _AT_ONCE)
+    everything = [rollout for played in (alone, again, *probed.values()) for rollout in played.values()]
+    together = probed.pop("")
     tells_right = bool(texts.right) and _tells_right(alone, probed)
     unearned = _unearned(env, everything)
     findings = [
@@ -252,12 +235,18 @@ def _best(played: Played) -> float:
 
 
 def _run(env: Any, text: str) -> Run:
+    """Return a run in which every call is answered with one text."""
+
+    async def said(_: Any) -> str:
+        await asyncio.sleep(0)  # others get their turn, as while a server answers
+        return text
+
     # a text is not cut as a sampled one would be
     limits = ("max_tokens", "max_completion_tokens")
     sampling = {name: value for name, value in env.sampling_args.items() if name not in limits}
     return Run(
         env,
-        _Says(text),
+        single_backend_for(FakeClient(said, token_ids=False)),
         "check",
         sampling,
         retry=RetryPolicy(max_attempts=1),
@@ -266,36 +255,23 @@ def _run(env: Any, text: str) -> Run:
     )
 
 
-async def _played(env: Any, text: str, request: RolloutRequest) -> Rollout:
-    return (await _run(env, text).run_group([request])).rollouts[0]
-
-
-async def _play_one_by_one(env: Any, texts: _Texts) -> Played:
-    """Play the right answers, or empty ones where no row has any, each alone."""
-    return {
-        place: await _played(env, texts.right.get(place, ""), request)
-        for place, request in texts.requests.items()
-        if place in texts.right or not texts.right
-    }
-
-
-async def _play_together(env: Any, texts: _Texts) -> tuple[Played, dict[str, Played]]:
-    """Play the right answers and all probes side by side."""
-    room = asyncio.Semaphore(_AT_ONCE)
-    work = [
-        (place, "", texts.right.get(place, "")) for place in texts.requests if place in texts.right or not texts.right
-    ]
-    work += [(place, name, text) for place, probes in texts.probes.items() for name, text in probes.items()]
+async def _play(
+    env: Any, texts: _Texts, probes: Mapping[int, Mapping[str, str]] | None = None, at_once: int = 1
+) -> dict[str, Played]:
+    """Play the right answers, or empty ones where no row has any, under the name "", and probes under theirs."""
+    room = asyncio.Semaphore(at_once)
 
     async def one(place: int, text: str) -> Rollout:
         async with room:
-            return await _played(env, text, texts.requests[place])
+            return (await _run(env, text).run_group([texts.requests[place]])).rollouts[0]
 
+    work = [(place, "", text) for place, text in (texts.right or dict.fromkeys(texts.requests, "")).items()]
+    work += [(place, name, text) for place, by_name in (probes or {}).items() for name, text in by_name.items()]
     done = await gather_owned([one(place, text) for place, _, text in work])
     found: dict[str, Played] = defaultdict(dict)
     for (place, name, _), rollout in zip(work, done, strict=True):
         found[name][place] = rollout
-    return found.pop("", {}), found
+    return found
 
 
 @contextlib.contextmanager
@@ -394,7 +370,7 @@ def _right_answers(env: Any, texts: _Texts, alone: Played, *, tells_right: bool)
 
 async def _training_rows(env: Any, texts: _Texts, best: float) -> list[CheckFinding]:
     """Look whether right answers earn something in training rows too, where other rows are looked at beside."""
-    earned = await _play_one_by_one(env, texts) if texts.right and env.eval_dataset is not None else {}
+    earned = (await _play(env, texts))[""] if texts.right and env.eval_dataset is not None else {}
     failed = list(_failures(earned, {}))
     if failed or not earned or best <= 0 or _best(earned) > 0.5 * best:
         return failed

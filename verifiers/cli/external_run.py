@@ -19,7 +19,7 @@ from verifiers.evals.evaluation_run import EVALUATION_BLOCK
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, json_line
 from verifiers.gateway.calls import RefusedCallError, validated
-from verifiers.gateway.external_sessions import EndedSession, ExternalSession, SessionRoutes
+from verifiers.gateway.external_sessions import ExternalSession, SessionRoutes
 from verifiers.gateway.session import Budget
 from verifiers.inference.endpoint import Backend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
@@ -78,8 +78,7 @@ class ExternalRun:
         self.runner = Run(self.env, backend, model, on_rollout=self._take, **settings)
         self.drain_s, self.requested, self.exit_code = drain_s, False, 0
         self._store, self.results = store, results
-        self._budgets: dict[str, Budget] = {}
-        self._offered: dict[str, asyncio.Future[ExternalSession]] = {}
+        self._opening: dict[str, tuple[Budget, asyncio.Future[ExternalSession]]] = {}
         self._open: dict[str, ExternalSession] = {}
         self._generations: Counter[int] = Counter()
         self._tasks = asyncio.TaskGroup()
@@ -126,8 +125,8 @@ class ExternalRun:
         key = RolloutKey(EVALUATION_BLOCK, example, self._generations[example])
         self._generations[example] += 1
         request = RolloutRequest(key, given.prompt, given.answer, given.task, {**given.info, "session_id": name})
-        self._budgets[name] = Budget(given.max_turns, given.max_total_completion_tokens)
-        offered = self._offered[name] = asyncio.get_running_loop().create_future()
+        offered: asyncio.Future[ExternalSession] = asyncio.get_running_loop().create_future()
+        self._opening[name] = Budget(given.max_turns, given.max_total_completion_tokens), offered
         task = self._tasks.create_task(self._run(runner, request))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -158,9 +157,10 @@ class ExternalRun:
 
     def offer(self, external: ExternalSession) -> None:
         """Hand a session that has just begun to the call that opened it."""
-        external.session.budget = self._budgets.pop(external.id)
+        assert external.session is not None
+        external.session.budget, offered = self._opening.pop(external.id)
         self._open[external.id] = external
-        self._offered.pop(external.id).set_result(external)
+        offered.set_result(external)
 
     async def _run(self, runner: Run, request: RolloutRequest) -> None:
         try:
@@ -183,10 +183,10 @@ class ExternalRun:
         failure = None if rollout.failure is None else str(rollout.failure)
         if external is None:
             # it failed before there was a session; the call that opens it still waits
-            self._budgets.pop(name)
+            _, offered = self._opening.pop(name)
             status = 400 if rollout.outcome is Outcome.ENVIRONMENT_ERROR else 500
             text = f"the session could not begin: {failure or rollout.outcome}"
-            self._offered.pop(name).set_exception(RefusedCallError(text, status=status, code="session_failed"))
+            offered.set_exception(RefusedCallError(text, status=status, code="session_failed"))
             return
         external.result.set_result(
             {
@@ -243,7 +243,7 @@ def _give_back_offered(offered: asyncio.Future[ExternalSession]) -> None:
         _give_back(offered.result())
 
 
-async def _result(external: ExternalSession | EndedSession) -> dict[str, Any]:
+async def _result(external: ExternalSession) -> dict[str, Any]:
     # the rollout continues when the caller disconnects
     return await asyncio.shield(external.result)
 

@@ -136,7 +136,7 @@ class ExternalEnv(GatewayEnv):
                 while True:
                     *_, external = await self._waiting.get()
                     # the rollout's deadline may be over
-                    if not external.session.is_sealed:
+                    if external.is_open:
                         return external
         except TimeoutError:
             text = f"no rollout waits for a program now, nor did one within {wait_s:g} s; ask again."

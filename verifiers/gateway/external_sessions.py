@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +60,7 @@ class ExternalSession:
 
     Attributes:
         id: public name; the session's key is the agent's secret.
+        session: None once the rollout is over: of its calls the numbers are kept.
         error: why the agent failed, as far as who started it says so.
         is_cancelled: `cancel` was called before the end was posted.
         began_at: seconds on the monotonic clock.
@@ -67,7 +68,7 @@ class ExternalSession:
     """
 
     id: str
-    session: Session
+    session: Session | None
     row: Mapping[str, Any]
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -77,6 +78,17 @@ class ExternalSession:
     is_cancelled: bool = False
     began_at: float = field(default_factory=time.monotonic)
     result: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes what is posted."""
+        return self.session is not None and not self.has_ended.is_set()
+
+    def close(self) -> None:
+        """Keep the numbers alone."""
+        self.counts()
+        self.session, self.row, self.completion = None, {}, None
 
     def cancel(self, why: str) -> None:
         """End the session without its program's word."""
@@ -102,22 +114,12 @@ class ExternalSession:
 
     def counts(self) -> dict[str, int]:
         """Return calls and tokens of the answers that were read."""
-        usages = [call.answer.get("usage") or {} for call in self.session.calls]
-        names = ("prompt_tokens", "completion_tokens")
-        return {"calls": len(usages), **{name: sum(used.get(name) or 0 for used in usages) for name in names}}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EndedSession:
-    """The numbers of a session that has ended, without its calls."""
-
-    id: str
-    reward: float | None
-    calls: Mapping[str, int]
-    result: asyncio.Future[dict[str, Any]]
-
-    def counts(self) -> Mapping[str, int]:
-        return self.calls
+        if self.session is not None:
+            usages = [call.answer.get("usage") or {} for call in self.session.calls]
+            names = ("prompt_tokens", "completion_tokens")
+            tokens = {name: sum(used.get(name) or 0 for used in usages) for name in names}
+            self._counts = {"calls": len(usages), **tokens}
+        return self._counts
 
 
 def admin_key() -> tuple[str, bool]:
@@ -144,27 +146,27 @@ class SessionRoutes:
         key: str,
         begin: Callable[[dict[str, Any]], Awaitable[ExternalSession]],
         give_back: Callable[[ExternalSession], object],
-        report: Callable[[ExternalSession | EndedSession], Awaitable[dict[str, Any]]] | None = None,
+        report: Callable[[ExternalSession], Awaitable[dict[str, Any]]] | None = None,
     ) -> None:
         self._key = key
         self._begin = begin
         self._report = report or _counts
         self._give_back = give_back
-        self._open: dict[str, ExternalSession] = {}
-        # an answer that was lost on its way is asked for again
-        self._ended: OrderedDict[str, EndedSession] = OrderedDict()
+        # also those that are over: an answer that was lost on its way is asked for again
+        self._sessions: dict[str, ExternalSession] = {}
+        self._over: deque[str] = deque()
 
     @contextlib.contextmanager
     def opened(self, external: ExternalSession) -> Iterator[None]:
         """Take what is posted of a session inside."""
-        self._open[external.id] = external
+        self._sessions[external.id] = external
         try:
             yield
         finally:
-            del self._open[external.id]
-            self._ended[external.id] = EndedSession(external.id, external.reward, external.counts(), external.result)
-            while len(self._ended) > ENDED_SESSIONS:
-                self._ended.popitem(last=False)
+            external.close()
+            self._over.append(external.id)
+            while len(self._over) > ENDED_SESSIONS:
+                del self._sessions[self._over.popleft()]
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/sessions", self._answering(self._post_session))
@@ -184,16 +186,11 @@ class SessionRoutes:
 
         return handle
 
-    def _of(self, request: web.Request) -> tuple[ExternalSession | EndedSession, ExternalSession | None]:
-        """Return the session that a request names, and again where it takes what is posted."""
+    def _of(self, request: web.Request) -> ExternalSession:
         name = request.match_info["id"]
-        found = self._open.get(name)
-        if found is not None:
-            return found, None if found.has_ended.is_set() else found
-        ended = self._ended.get(name)
-        if ended is None:
+        if name not in self._sessions:
             raise RefusedCallError(f"there is no session {name!r}.", status=404, code="not_found")
-        return ended, None
+        return self._sessions[name]
 
     async def _post_session(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         external = await self._begin(body)
@@ -201,6 +198,7 @@ class SessionRoutes:
             self._give_back(external)
             raise RefusedCallError("the caller hung up.", status=503)
         row, session = external.row, external.session
+        assert session is not None
         return {
             "id": external.id,
             "key": session.key,
@@ -211,32 +209,29 @@ class SessionRoutes:
         }
 
     async def _get_session(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
-        found, external = self._of(request)
-        return {"id": found.id, "is_open": external is not None, "reward": found.reward, **found.counts()}
+        external = self._of(request)
+        return {"id": external.id, "is_open": external.is_open, "reward": external.reward, **external.counts()}
 
     async def _post_reward(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         given: _Reward = validated(_REWARD, body)
-        found, external = self._of(request)
-        if external is None:
-            raise RefusedCallError(
-                f"the session {found.id!r} is over; its reward can no longer change.",
-                status=409,
-                code="session_ended",
-            )
+        external = self._of(request)
+        if not external.is_open:
+            text = f"the session {external.id!r} is over; its reward can no longer change."
+            raise RefusedCallError(text, status=409, code="session_ended")
         external.reward, external.metrics = given.reward, given.metrics
         return {"id": external.id, "reward": external.reward, "metrics": external.metrics}
 
     async def _post_end(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         given: _End = validated(_END, body)
-        found, external = self._of(request)
-        if external is not None:
+        external = self._of(request)
+        if external.is_open:
             if given.reward is not None:
                 external.reward = given.reward
             external.metrics = given.metrics or external.metrics
             external.completion, external.error = given.completion, given.error
             external.has_ended.set()
-        return {"id": found.id, **await self._report(found)}
+        return {"id": external.id, **await self._report(external)}
 
 
-async def _counts(external: ExternalSession | EndedSession) -> dict[str, Any]:
+async def _counts(external: ExternalSession) -> dict[str, Any]:
     return {**external.counts(), "reward": external.reward}
