@@ -80,7 +80,7 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
             results = RolloutResults()
             run = ExternalRun(backend, "fake", store, results, host="127.0.0.1", port=0, **given)
             serving = asyncio.create_task(run.serve())
-            url = (await run.env.start()).url
+            url = (await run.start()).url
             http = await held.enter_async_context(aiohttp.ClientSession())
             yield Client(url, http), run
             run.drain()
@@ -118,18 +118,18 @@ async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
     gateway: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway() as (client, run):
-        begins, may_begin, begin = asyncio.Event(), asyncio.Event(), run.env._run_agent
+        begins, may_begin, begin = asyncio.Event(), asyncio.Event(), run._run_agent
 
         async def begin_late(*args: Any) -> Any:
             begins.set()
             await may_begin.wait()
             return await begin(*args)
 
-        monkeypatch.setattr(run.env, "_run_agent", begin_late)
+        monkeypatch.setattr(run, "_run_agent", begin_late)
         opening = asyncio.create_task(client.open(prompt=PROMPT))
         await begins.wait()
         opening.cancel()
-        runner = (await run.env.start())._listener._runner
+        runner = (await run.start())._listener._runner
         assert runner is not None
         assert runner.server is not None
         async with asyncio.timeout(60):

@@ -290,5 +290,5 @@ def test_a_folder_that_is_not_there_and_a_port_that_is_taken_are_usage_errors(
     assert "is not a directory" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert view([str(root), "--port", str(taken.getsockname()[1])]) == 2
-    assert "cannot be listened on" in capsys.readouterr().err
+    assert "is in use" in capsys.readouterr().err
     assert view([str(root), "--port", "70000"]) == 2

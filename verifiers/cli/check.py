@@ -14,9 +14,9 @@ from verifiers.cli.endpoint import (
     add_endpoint_group,
     add_sampling_group,
     add_timeouts,
-    attempt_timeout_s,
     check_timeouts,
     chosen_endpoint,
+    opened_model,
     require_listener,
     sampling_of,
 )
@@ -104,22 +104,14 @@ async def _checked(args: argparse.Namespace, name: str, env: Any) -> CheckReport
 
 
 async def _run_of(args: argparse.Namespace, env: Any) -> Any:
-    from verifiers.evals.evaluation_run import iter_requests
-    from verifiers.inference.endpoint_registry import open_backend
     from verifiers.inference.limiter import Limiter
     from verifiers.rollouts.run import Run
-    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint
 
     entry = chosen_endpoint(args, "vf-check")
-    if entry.urls == (FAKE_URL,):
-        requests = iter_requests(env.rows_to_evaluate(args.num_examples), 1, None)
-        backend: Any = FakeEndpoint(requests, lambda task: getattr(env, "parser", None))
-    else:
-        await require_listener(entry)
-        backend = open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry))
+    await require_listener(entry)
     return Run(
         env,
-        backend,
+        opened_model(args, entry, env.rows_to_evaluate(args.num_examples), env),
         entry.model,
         {**env.sampling_args, **sampling_of(args)},
         limiter=Limiter(args.max_concurrent),

@@ -15,6 +15,7 @@ from verifiers.cli.main import AddFlag, CommandParser, json_object
 from verifiers.errors import ConfigError, ProviderError
 
 if TYPE_CHECKING:
+    from verifiers.inference.endpoint import Backend
     from verifiers.inference.endpoint_registry import EndpointEntry
     from verifiers.log import Redactor
 
@@ -171,6 +172,22 @@ def attempt_timeout_s(args: argparse.Namespace, entry: EndpointEntry) -> float:
     """Return the deadline of one HTTP attempt: the flag's, the entry's, else one with time for two more tries."""
     given: float | None = args.attempt_timeout or entry.attempt_timeout_s
     return given or min(_LONGEST_ATTEMPT_S, args.rollout_timeout / 3)
+
+
+def opened_model(
+    args: argparse.Namespace, entry: EndpointEntry, rows: Any = (), env: Any = None, seed: int | None = None
+) -> Backend:
+    """Return the backend of an endpoint; the built-in fake one answers from rows, by the parsers of their tasks."""
+    from verifiers.inference.endpoint_registry import open_backend
+    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint
+
+    if entry.urls != (FAKE_URL,):
+        return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry))
+    from verifiers.evals.evaluation_run import iter_requests
+
+    return FakeEndpoint(
+        iter_requests(rows, 1, None), lambda task: getattr(env.get_env_for_task(task), "parser", None), seed
+    )
 
 
 def endpoint_metadata(args: argparse.Namespace, entry: EndpointEntry) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from verifiers.cli.endpoint import (
     add_grading_timeout,
     add_sampling_group,
     add_timeouts,
-    attempt_timeout_s,
     check_timeouts,
     chosen_endpoint,
     endpoint_metadata,
     endpoint_redactor,
+    opened_model,
     require_listener,
     sampling_of,
     typed_redactor,
@@ -261,24 +261,18 @@ async def _run(
 
 
 def _open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, env: Any) -> tuple[Backend, Limiter]:
-    """Return the backend of an endpoint and what may be in flight on it; the fake one knows the rows and parsers."""
-    from verifiers.evals.evaluation_run import iter_requests
-    from verifiers.inference.endpoint_registry import open_backend
+    """Return the backend of an endpoint and what may be in flight on it."""
     from verifiers.inference.limiter import Limiter, limiter_for
-    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint, play_judges
+    from verifiers.testing.fake_model import FAKE_URL, play_judges
 
+    backend = opened_model(args, entry, dataset, env, args.seed)
     if entry.urls == (FAKE_URL,):
-        limit = _FAKE_CONCURRENT if args.max_concurrent is None else args.max_concurrent
-
-        def parser_of(task: str) -> Any:
-            return getattr(env.get_env_for_task(task), "parser", None)
-
         if play_judges(env, args.seed) and not args.json:
             tell("vf-eval: the built-in fake endpoint answers for the judge, too")
-        return FakeEndpoint(iter_requests(dataset, 1, None), parser_of, args.seed), Limiter(limit)
+        return backend, Limiter(_FAKE_CONCURRENT if args.max_concurrent is None else args.max_concurrent)
     rate = entry.requests_per_second if args.requests_per_second is None else args.requests_per_second
     limiter = limiter_for(entry.urls, args.max_concurrent, maximum=entry.max_concurrent, requests_per_second=rate)
-    return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry)), limiter
+    return backend, limiter
 
 
 def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:

@@ -49,8 +49,8 @@ class _NewSession(BaseModel):
 _NEW_SESSION = TypeAdapter(_NewSession)
 
 
-class ExternalRun:
-    """Sessions from `POST /sessions` to a row of results.
+class ExternalRun(ExternalEnv):
+    """The environment of sessions that programs open, instead of taking what is planned: each is a row of results.
 
     Sessions of one `group`, or else of one prompt, answer and task, are rollouts of one example.
 
@@ -74,8 +74,8 @@ class ExternalRun:
         drain_s: float = 30.0,
         **settings: Any,
     ) -> None:
-        self.env = _Sessions(self, host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
-        self.runner = Run(self.env, backend, model, on_rollout=self._take, **settings)
+        super().__init__(host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
+        self.runner = Run(self, backend, model, on_rollout=self._record, **settings)
         self.drain_s, self.requested, self.exit_code = drain_s, False, 0
         self._store, self.results = store, results
         self._opening: dict[str, tuple[Budget, asyncio.Future[ExternalSession]]] = {}
@@ -96,7 +96,7 @@ class ExternalRun:
 
     async def serve(self) -> None:
         """Take sessions until `drain`; when this returns, all of them are stored."""
-        gateway = await self.env.start()
+        gateway = await self.start()
         try:
             async with self._tasks:
                 await self._is_draining.wait()
@@ -155,7 +155,13 @@ class ExternalRun:
             rollout_timeout_s=given.timeout_s or longest_s,
         )
 
-    def offer(self, external: ExternalSession) -> None:
+    def _routes_for(self, key: str) -> SessionRoutes:
+        return SessionRoutes(key, self.begin, _give_back, _result)
+
+    def _id_of(self, row: RolloutInput) -> str:
+        return str(row["info"]["session_id"])
+
+    def _offer(self, external: ExternalSession) -> None:
         """Hand a session that has just begun to the call that opened it."""
         assert external.session is not None
         external.session.budget, offered = self._opening.pop(external.id)
@@ -170,9 +176,9 @@ class ExternalRun:
             failure = failure_from(error)
             failed = Rollout(request.key, Outcome.PROVIDER_ERROR, request.prompt, [], failure=failure)
             failed.answer, failed.task, failed.info = request.answer, request.task, request.info
-            self._take(failed)
+            self._record(failed)
 
-    def _take(self, rollout: Rollout) -> None:
+    def _record(self, rollout: Rollout) -> None:
         name = rollout.info["session_id"]
         external = self._open.pop(name, None)
         if external is not None and external.is_cancelled:
@@ -215,23 +221,6 @@ class ExternalRun:
         }
         with (self._store.directory / TOKENS).open("a", encoding="utf-8") as file:
             file.write(json_line(line) + "\n")
-
-
-class _Sessions(ExternalEnv):
-    """The environment of an `ExternalRun`: programs open sessions, instead of taking what a run has planned."""
-
-    def __init__(self, run: ExternalRun, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._run = run
-
-    def _routes_for(self, key: str) -> SessionRoutes:
-        return SessionRoutes(key, self._run.begin, _give_back, _result)
-
-    def _id_of(self, row: RolloutInput) -> str:
-        return str(row["info"]["session_id"])
-
-    def _offer(self, external: ExternalSession) -> None:
-        self._run.offer(external)
 
 
 def _give_back(external: ExternalSession) -> None:

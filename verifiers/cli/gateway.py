@@ -12,11 +12,11 @@ from verifiers.cli.endpoint import (
     add_endpoint_group,
     add_sampling_group,
     add_timeouts,
-    attempt_timeout_s,
     check_timeouts,
     chosen_endpoint,
     endpoint_metadata,
     endpoint_redactor,
+    opened_model,
     require_listener,
     sampling_of,
     typed_redactor,
@@ -27,7 +27,6 @@ from verifiers.interrupt import drained_by_signals
 if TYPE_CHECKING:
     from verifiers.evals.results import RolloutResults
     from verifiers.evals.store import ResultStore
-    from verifiers.inference.endpoint import Backend
     from verifiers.inference.endpoint_registry import EndpointEntry
     from verifiers.log import Redactor
 
@@ -138,12 +137,8 @@ async def _serve(
     settings: dict[str, Any],
 ) -> None:
     from verifiers.cli.external_run import ExternalRun
-    from verifiers.inference.endpoint_registry import open_backend
-    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint
 
-    backend: Backend = FakeEndpoint(())
-    if entry.urls != (FAKE_URL,):
-        backend = open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry))
+    backend = opened_model(args, entry)
     where = {"host": args.host, "port": args.port, "train": args.train, "drain_s": args.drain_timeout}
     try:
         run = ExternalRun(backend, entry.model, store, results, **where, **settings)

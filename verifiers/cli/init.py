@@ -189,6 +189,3 @@ def _write_all(target: Path, files: Mapping[str, str]) -> None:
 
 
 main = Command(parser, init)
-
-if __name__ == "__main__":
-    sys.exit(main())

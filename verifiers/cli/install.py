@@ -214,6 +214,3 @@ def _requirements(target: str, ours: str) -> tuple[list[str], list[str]]:
 
 
 main = Command(parser, install)
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -217,38 +217,31 @@ def _kubernetes(run: RunFile, path: Path, values: dict[str, Any]) -> str:
         "image": json.dumps(cluster.image),
         "server_image": json.dumps(cluster.server_image or cluster.image),
         "limits": f"nvidia.com/gpu: {cluster.gpus_per_node}" if cluster.gpus_per_node else "",
+        "server_args": _items([*server, "--host", "0.0.0.0"]),
+        # JSON is YAML at any depth
+        "mounts": json.dumps(mounts),
+        "volumes": json.dumps(volumes),
+        "trainer_mounts": json.dumps([*mounts, {"name": "run", "mountPath": "/run/verifiers"}]),
+        "trainer_volumes": json.dumps([*volumes, {"name": "run", "configMap": {"name": name}}]),
     }
     limits, resources = _ray_node(run)
-    servers = {
-        "server_args": _items([*server, "--host", "0.0.0.0"], 12),
-        "mounts": _items(mounts, 12),
-        "volumes": _items(volumes, 8),
-    }
-    ray = {
-        "ray_limits": json.dumps(limits),
-        # ray start gets it through a shell
-        "ray_params": f"resources: {json.dumps(shlex.quote(resources))}" if resources else "",
-        "ray_mounts": _items(mounts, 14),
-        "ray_volumes": _items(volumes, 10),
-        "ray_worker_mounts": _items(mounts, 16),
-        "ray_worker_volumes": _items(volumes, 12),
-    }
+    # ray start gets the resources through a shell
+    ray_params = f"resources: {json.dumps(shlex.quote(resources))}" if resources else ""
+    values |= {"ray_limits": json.dumps(limits), "ray_params": ray_params}
     trainer = ["-m", "verifiers.cli.train", "/run/verifiers/run.toml", *urls]
     values |= {
         "run_text": textwrap.indent(path.read_text(encoding="utf-8").rstrip("\n"), " " * 4),
-        "servers": _template("kubernetes_servers.yaml", values | servers) if server else "",
-        "ray": _template("kubernetes_ray.yaml", values | ray) if cluster.ray_nodes else "",
+        "servers": _template("kubernetes_servers.yaml", values) if server else "",
+        "ray": _template("kubernetes_ray.yaml", values) if cluster.ray_nodes else "",
         "join_ray": _JOIN_RAY.format(name=name) if cluster.ray_nodes else "",
-        "trainer_args": _items([*_accelerate(run), *trainer], 12),
-        "mounts": _items([*mounts, {"name": "run", "mountPath": "/run/verifiers"}], 12),
-        "volumes": _items([*volumes, {"name": "run", "configMap": {"name": name}}], 8),
+        "trainer_args": _items([*_accelerate(run), *trainer]),
     }
     return _template("kubernetes.yaml", values)
 
 
-def _items(values: Sequence[Any], indent: int) -> str:
-    """Return a YAML list; every JSON value is YAML."""
-    return "\n".join(f"{' ' * indent}- {json.dumps(value)}" for value in values)
+def _items(words: Sequence[str]) -> str:
+    """Return a command's words as a YAML list, a word a line."""
+    return "\n".join(f"{' ' * 12}- {json.dumps(word)}" for word in words)
 
 
 main = Command(parser, launch)

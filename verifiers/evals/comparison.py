@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -118,19 +117,10 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of `--json`; None stands for what cannot be told."""
-        same = ("metric", "paired", "verdict", "wins", "ties", "losses", "detectable", "settings")
-        found: dict[str, Any] = plain(
-            {
-                **{name: getattr(self, name) for name in same},
-                "difference": dataclasses.asdict(self.difference),
-                "p": self.test.p,
-                "p_exact": self.test.exact,
-                "common_prompts": self.common,
-                "a": dataclasses.asdict(self.a),
-                "b": dataclasses.asdict(self.b),
-            }
-        )
-        return found
+        found = dataclasses.asdict(self)
+        test, common = found.pop("test"), found.pop("common")
+        told: dict[str, Any] = plain({**found, "p": test["p"], "p_exact": test["exact"], "common_prompts": common})
+        return told
 
 
 def compare_runs(
@@ -167,25 +157,28 @@ def compare_runs(
         _check_same(a, b, keys, common, match_by)
     if pairing == "common" and not common:
         raise ConfigError("the runs have no prompt in common; compare them unpaired (--unpaired-ok).")
+    _, value = value_of_prompt(metric, right_from)
     measured = [_measured(run, of_example, metric, right_from) for run, of_example in zip((a, b), keys, strict=True)]
     # a mean of few rewards may lie within bounds that the rewards do not keep
-    bounds = metric_bounds(metric, (a.metadata, b.metadata), [found.span for found in measured])
+    bounds = metric_bounds(metric, (a.metadata, b.metadata), [rewards for of in measured for rewards in of.values()])
     limits: dict[str, Any] = {"confidence": confidence, "bounds": bounds}
-    unscored = [len(common - found.values.keys()) for found in measured]
+    unscored = [len(common - found.keys()) for found in measured]
     if pairing != "unpaired":
-        shared = measured[0].values.keys() & measured[1].values.keys()
-        measured = [found.only(shared) for found in measured]
+        shared = measured[0].keys() & measured[1].keys()
+        measured = [{key: found[key] for key in found if key in shared} for found in measured]
+    before, after = ({key: value(rewards) for key, rewards in found.items()} for found in measured)
     sides = [
         Side(
             name=str(run.directory),
-            estimate=mean_over_prompts(list(found.values.values()), sum(found.rollouts.values()), **limits),
+            estimate=mean_over_prompts(list(values.values()), sum(map(len, found.values())), **limits),
             counts=run.results.counts(planned=rollouts_planned(run.metadata)),
             only_here=len(of_example) - len(common),
             unscored=without,
         )
-        for run, of_example, found, without in zip((a, b), keys, measured, unscored, strict=True)
+        for run, of_example, found, values, without in zip(
+            (a, b), keys, measured, (before, after), unscored, strict=True
+        )
     ]
-    before, after = (found.values for found in measured)
     fewest = min(len(before), len(after))
     alpha = 1 - confidence
     differences: list[float] | None = None
@@ -224,33 +217,17 @@ def compare_runs(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """One number a prompt, how many rollouts it is made of, and the smallest and largest of their values."""
-
-    values: dict[Hashable, float]
-    rollouts: dict[Hashable, int]
-    span: Sequence[float]
-
-    def only(self, keys: AbstractSet[Hashable]) -> _Measured:
-        values = {key: value for key, value in self.values.items() if key in keys}
-        return _Measured(values, {key: self.rollouts[key] for key in values}, self.span)
-
-
-def _measured(run: ComparedRun, keys: Mapping[Any, Hashable], metric: str, right_from: float) -> _Measured:
+def _measured(
+    run: ComparedRun, keys: Mapping[Any, Hashable], metric: str, right_from: float
+) -> dict[Hashable, list[float]]:
+    """Return the numbers that a metric is made of, by prompt, where they make one."""
     wanted, value = value_of_prompt(metric, right_from)
     known = run.results.metrics
     if wanted not in known:
         raise ConfigError(f"{str(run.directory)!r} has no metric {wanted!r}; it has {', '.join(known)}.")
     of_prompts = run.results.values(wanted)
-    values, rollouts, span = {}, {}, list[float]()
-    for example, key in keys.items():
-        numbers = of_prompts[example]
-        found = value(numbers) if numbers else math.nan
-        if not math.isnan(found):
-            values[key], rollouts[key] = found, len(numbers)
-            span = [min([*span, *numbers]), max([*span, *numbers])]
-    return _Measured(values, rollouts, span)
+    numbers = {key: of_prompts[example] for example, key in keys.items()}
+    return {key: found for key, found in numbers.items() if found and not math.isnan(value(found))}
 
 
 def _keys(run: ComparedRun, match_by: MatchBy) -> dict[Any, Hashable]:

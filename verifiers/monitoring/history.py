@@ -240,7 +240,7 @@ def find_trends(
         *_functions_apart(history, weights if isinstance(weights, Mapping) and weights else None),
         *_longer(history, reward),
         *_alike(history),
-        *_repeating([_said(one) for _, one in rollouts]),
+        *_repeating([str(_last_of_policy(one).get("text", "")) for _, one in rollouts]),
         *_paid_for_nothing(rollouts),
     ]
 
@@ -382,10 +382,9 @@ def _paid_for_nothing(rollouts: Sequence[Sampled]) -> Iterator[Finding]:
 
 
 def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
-    # what the environment said last is not the policy's
-    last = _last([one for one in rollout["completion"] if one["role"] != "user"])
-    text, asked = str(last.get("text", "")).strip(), str(_last(line["prompt"]).get("text", ""))
-    if last.get("calls") or last.get("role") == "tool" or (text and text == str(line.get("answer")).strip()):
+    last, asked = _last_of_policy(rollout), str((line["prompt"] or [{}])[-1].get("text", ""))
+    text = str(last.get("text", "")).strip()
+    if last.get("calls") or (text and text == str(line.get("answer")).strip()):
         # an answer of its own, or the right one
         return ""
     if not text:
@@ -400,9 +399,6 @@ def _kind_of(line: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
     return "the question, said again" if text == asked.replace("[image] ", "").strip() else ""
 
 
-def _said(rollout: Mapping[str, Any]) -> str:
-    return str(_last([one for one in rollout["completion"] if one["role"] not in ("tool", "user")]).get("text", ""))
-
-
-def _last(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return messages[-1] if messages else {}
+def _last_of_policy(rollout: Mapping[str, Any]) -> Mapping[str, Any]:
+    said = [one for one in rollout["completion"] if one["role"] not in ("tool", "user")]
+    return said[-1] if said else {}

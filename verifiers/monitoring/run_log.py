@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from verifiers.evals.store import finite, is_own_file, json_line, plain
+from verifiers.evals.store import finite, is_own_file, json_line, plain, result_row
 from verifiers.log import Redactor
 from verifiers.notebook import as_text, messages_of, shortened
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
@@ -185,6 +185,7 @@ _FOLLOWED = 3
 _ROLLOUTS = 4
 _CHARACTERS = 3000
 _MESSAGES = 24
+_SHOWN = ("generation", "outcome", "reward", "advantage", "metrics", "oldest_version", "error")
 
 _cut = functools.partial(shortened, max_chars=_CHARACTERS)
 
@@ -250,35 +251,43 @@ def shown_messages(messages: Any, role: str) -> list[dict[str, Any]]:
     return shown
 
 
-def _line(step: int, group: Group, advantages: Mapping[Any, float | list[float]]) -> dict[str, Any]:
-    first = group.rollouts[0]
-    rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
+def sample_line(
+    step: int, example: Any, rows: Sequence[Mapping[str, Any]], shown: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a line of samples: a prompt's rollouts at a step, as rows of results.jsonl; some are `shown`."""
+    rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
     return {
         "step": step,
-        "example": group.example_id,
-        "task": first.task,
-        "prompt": shown_messages(first.prompt, "prompt"),
-        "answer": _cut(as_text(first.answer)),
-        "generations": len(group.rollouts),
+        "example": example,
+        "task": rows[0].get("task"),
+        "prompt": shown_messages(rows[0].get("prompt"), "prompt"),
+        "answer": _cut(as_text(rows[0].get("answer"))),
+        "generations": len(rows),
         "mean_reward": fmean(rewards) if rewards else None,
-        "rollouts": [_shown(rollout, advantages.get(rollout.key)) for rollout in _different(group.rollouts)],
+        "rollouts": [
+            {
+                **{name: row.get(name) for name in _SHOWN},
+                "tokens": row.get("completion_tokens"),
+                "completion": shown_messages(row.get("completion"), "completion"),
+            }
+            for row in shown
+        ],
     }
 
 
-def _shown(rollout: Rollout, advantage: float | list[float] | None) -> dict[str, Any]:
+def _line(step: int, group: Group, advantages: Mapping[Any, float | list[float]]) -> dict[str, Any]:
+    rows = {rollout.key: _row(rollout, advantages.get(rollout.key)) for rollout in group.rollouts}
+    shown = [rows[rollout.key] for rollout in _different(group.rollouts)]
+    return sample_line(step, group.example_id, list(rows.values()), shown)
+
+
+def _row(rollout: Rollout, advantage: float | list[float] | None) -> dict[str, Any]:
     if isinstance(advantage, list):
         advantage = fmean(advantage) if advantage else None
-    return {
-        "generation": rollout.key.generation,
-        "outcome": str(rollout.outcome),
-        "reward": rollout.reward,
-        "advantage": advantage,
-        "metrics": dict(rollout.metrics),
-        "tokens": sum(row.sampled_tokens for row in rollout.rows) or rollout.usage.completion_tokens,
-        "oldest_version": min((row.oldest_version for row in rollout.rows), default=None),
-        "error": _cut(str(rollout.failure)) if rollout.failure is not None else None,
-        "completion": shown_messages(rollout.completion, "completion"),
-    }
+    tokens = sum(row.sampled_tokens for row in rollout.rows) or rollout.usage.completion_tokens
+    oldest_version = min((row.oldest_version for row in rollout.rows), default=None)
+    known = {"advantage": advantage, "completion_tokens": tokens, "oldest_version": oldest_version}
+    return {**result_row(rollout), **known}
 
 
 def _different(rollouts: Sequence[Rollout]) -> list[Rollout]:

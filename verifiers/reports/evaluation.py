@@ -317,19 +317,19 @@ def difference_of(
     """
     asked = {entry.example: entry.asked for entry in before}
     other = {entry.example for entry in after if asked.get(entry.example, entry.asked) != entry.asked}
-    before, after = ([entry for entry in entries if entry.example not in other] for entries in (before, after))
+    both = [RolloutResults(each.counted() for each in side if each.example not in other) for side in (before, after)]
     rows = {}
-    for name in ["reward", *sorted({name for entry in (*before, *after) for name in entry.metrics} - {"reward"})]:
-        one, two = _by_prompt(before, name), _by_prompt(after, name)
+    for name in ["reward", *sorted({name for results in both for name in results.metrics} - {"reward"})]:
+        one, two = (results.values(name) for results in both)
         bounds = metric_bounds(name, settings, [*one.values(), *two.values()])
         rows[name] = _numbers(paired_difference(one, two, bounds=bounds))
     # a prompt that one side never scored has nothing to be compared with
-    one, two = _by_prompt(before, "reward"), _by_prompt(after, "reward")
+    scored = [{example for example, rewards in results.values().items() if rewards} for results in both]
     return {
         "measures": rows,
-        "shared": len(one.keys() & two.keys()),
-        "onlyBefore": len(one.keys() - two.keys()),
-        "onlyAfter": len(two.keys() - one.keys()),
+        "shared": len(scored[0] & scored[1]),
+        "onlyBefore": len(scored[0] - scored[1]),
+        "onlyAfter": len(scored[1] - scored[0]),
         "askedOtherwise": sorted(other),
         "settings": [
             {
@@ -341,16 +341,6 @@ def difference_of(
             if settings[0].get(name) != settings[1].get(name)
         ],
     }
-
-
-def _by_prompt(entries: Sequence[Entry], name: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for entry in entries:
-        # what was not scored has no part in any mean, whichever of its functions did answer
-        value = None if entry.reward is None else entry.reward if name == "reward" else entry.metrics.get(name)
-        if value is not None:
-            found.setdefault(entry.example, []).append(value)
-    return found
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:

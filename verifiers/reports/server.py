@@ -37,6 +37,7 @@ from verifiers.reports.evaluation import (
 )
 from verifiers.reports.page import json_text, page_text, plain_page
 from verifiers.reports.training_run import run_version, started_at, training_data, training_page
+from verifiers.server_process import bind
 
 if TYPE_CHECKING:
     from verifiers.http_requests import Handler
@@ -93,15 +94,11 @@ class RunServer:
         app.router.add_get(r"/run/{run:.+}/block/{number:\d{1,9}}", self._block)
         app.router.add_get("/run/{run:.+}/training", self._training)
         app.router.add_get("/run/{run:.+}/", self._page)
-        runner = app_runner(app, self._is_own_host, handle_signals=False, shutdown_timeout=_CLOSING_S)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, HOST, self.port).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(f"port {self.port} cannot be listened on ({error}); give another, or 0.") from error
-        self._runner = runner
-        self.port = runner.addresses[0][1]
+        listener = bind(HOST, self.port)
+        self.port = listener.getsockname()[1]
+        self._runner = app_runner(app, self._is_own_host, handle_signals=False, shutdown_timeout=_CLOSING_S)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener).start()
 
     async def close(self) -> None:
         """Stop listening; does nothing the second time."""

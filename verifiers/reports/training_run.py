@@ -24,7 +24,7 @@ from verifiers.monitoring.run_log import (
     is_number,
     read_lines,
     read_run,
-    shown_messages,
+    sample_line,
 )
 from verifiers.monitoring.stage_timer import STAGES, RunTime
 from verifiers.notebook import finite
@@ -526,7 +526,9 @@ def _evaluated(run_dir: Path) -> dict[str, list[_Line]]:
             try:
                 chosen = chosen or _chosen_examples(directory)
                 for example, rows in _rows_of(directory, chosen).items():
-                    found.setdefault(f"{name} {example}".strip(), []).append(_line(step, example, rows))
+                    found.setdefault(f"{name} {example}".strip(), []).append(
+                        sample_line(step, example, rows, rows[:_ROLLOUTS])
+                    )
             except (ConfigError, OSError, ValueError):
                 continue  # one that is being written, or was damaged
     return found
@@ -550,25 +552,3 @@ def _rows_of(directory: Path, examples: Sequence[Any]) -> dict[Any, list[dict[st
                 if line.startswith(beginning) and line.endswith(b"\n"):
                     rows[example].append(parse_row(line))
     return {example: found for example, found in rows.items() if found}
-
-
-def _line(step: int, example: Any, rows: Sequence[Mapping[str, Any]]) -> _Line:
-    rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
-    return {
-        "step": step,
-        "example": example,
-        "prompt": shown_messages(rows[0].get("prompt"), "prompt"),
-        "answer": str(rows[0].get("answer") or "")[:3000],
-        "generations": len(rows),
-        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
-        "rollouts": [
-            {
-                "outcome": row.get("outcome"),
-                "reward": row.get("reward"),
-                "tokens": row.get("completion_tokens"),
-                "error": row.get("error"),
-                "completion": shown_messages(row.get("completion"), "completion"),
-            }
-            for row in rows[:_ROLLOUTS]
-        ],
-    }
