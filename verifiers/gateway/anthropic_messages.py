@@ -27,7 +27,7 @@ from verifiers.gateway.calls import (
     validated,
     validated_body,
 )
-from verifiers.gateway.session import Session, read_arguments
+from verifiers.gateway.session import Session, WireFormat, read_arguments
 from verifiers.inference.endpoint import CHAT
 from verifiers.types import ToolCall
 
@@ -47,7 +47,7 @@ _ERRORS = {
 }  # fmt: skip
 
 
-class MessagesWire:
+class MessagesWire(WireFormat):
     """`POST /v1/messages`; with `counts_only`, `POST /v1/messages/count_tokens`."""
 
     keep_alive = named_event({"type": "ping"})

@@ -99,11 +99,6 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     return web.Response(body=_json_bytes(data), status=status, headers=headers, content_type="application/json")
 
 
-def openai_error(refusal: RefusedCallError) -> dict[str, Any]:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
-
-
 def validated_body(adapter: TypeAdapter[Any], body: Mapping[str, Any], **replaced: Any) -> dict[str, Any]:
     """Return a body as the SDK's type of calls that do not stream reads it.
 

@@ -198,7 +198,8 @@ class SessionRoutes:
             self._give_back(external)
             raise RefusedCallError("the caller hung up.", status=503)
         row, session = external.row, external.session
-        assert session is not None
+        if session is None:
+            raise RefusedCallError("the session ended before it was told of.", status=503, code="session_ended")
         return {
             "id": external.id,
             "key": session.key,

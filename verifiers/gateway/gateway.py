@@ -7,14 +7,14 @@ import functools
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
-from verifiers.gateway.calls import AgentCall, RefusedCallError, json_object, json_response
+from verifiers.gateway.calls import RefusedCallError, json_object, json_response
 from verifiers.gateway.listener import MAX_BODY, Listener, past_proxies
-from verifiers.gateway.session import OVER, Exchange, Session
+from verifiers.gateway.session import OVER, Exchange, Session, WireFormat
 from verifiers.http_requests import bearer_token, read_body
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.installation import install_hint
@@ -32,37 +32,6 @@ STALLED_S = 120.0
 
 SEALED_KEYS = 100_000
 ANTHROPIC = ("/messages", "/messages/count_tokens")
-
-
-class WireFormat(Protocol):
-    """One route's dialect."""
-
-    keep_alive: bytes
-    """Sent while an answer that is to be streamed is generated."""
-
-    def read(self, body: Any, session: Session) -> AgentCall:
-        """Return a request's body as a call.
-
-        Raises:
-            RefusedCallError: it is malformed, or asks for what cannot be had.
-        """
-        ...
-
-    def answer(self, completion: Mapping[str, Any], call: AgentCall, session: Session) -> dict[str, Any]:
-        """Return a chat or text completion in the dialect."""
-        ...
-
-    def events(self, answer: Mapping[str, Any], call: AgentCall) -> Iterator[bytes]:
-        """Return a whole answer as the events of a stream."""
-        ...
-
-    def error(self, refusal: RefusedCallError) -> dict[str, Any]:
-        """Return the body of a refusal."""
-        ...
-
-    def error_event(self, refusal: RefusedCallError) -> bytes:
-        """Return a refusal as an event, for a stream that has begun."""
-        ...
 
 
 class Gateway:

@@ -18,7 +18,6 @@ from verifiers.gateway.calls import (
     RefusedCallError,
     data_event,
     joined_text,
-    openai_error,
     reasoning_of,
     refuse_unsupported,
     text_pieces,
@@ -26,7 +25,7 @@ from verifiers.gateway.calls import (
     validated_body,
     without_none,
 )
-from verifiers.gateway.session import Session
+from verifiers.gateway.session import Session, WireFormat
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 
 _BODY: dict[str, TypeAdapter[Any]] = {CHAT: TypeAdapter(ChatParams), COMPLETIONS: TypeAdapter(TextParams)}
@@ -57,10 +56,8 @@ _TRACE = frozenset(
 )
 
 
-class OpenAIWire:
+class OpenAIWire(WireFormat):
     """`POST /v1/chat/completions` and `POST /v1/completions`."""
-
-    keep_alive = b": generating\n\n"
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -142,12 +139,6 @@ class OpenAIWire:
         if call.echo["include_usage"]:
             yield data_event({**head, "choices": [], "usage": answer.get("usage")})
         yield b"data: [DONE]\n\n"
-
-    def error(self, refusal: RefusedCallError) -> dict[str, Any]:
-        return openai_error(refusal)
-
-    def error_event(self, refusal: RefusedCallError) -> bytes:
-        return data_event(openai_error(refusal))
 
 
 def _plain_message(message: Mapping[str, Any], session: Session) -> dict[str, Any]:

@@ -19,14 +19,13 @@ from verifiers.gateway.calls import (
     named_event,
     note_left_out,
     one_system_message,
-    openai_error,
     reasoning_of,
     refuse_unsupported,
     text_pieces,
     validated_body,
     without_none,
 )
-from verifiers.gateway.session import Session, read_arguments
+from verifiers.gateway.session import Session, WireFormat, read_arguments
 from verifiers.inference.endpoint import CHAT
 from verifiers.types import ToolCall
 
@@ -43,10 +42,8 @@ _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requi
 """Parameters of the function that a `custom` tool is to a chat model: its one free text."""
 
 
-class ResponsesWire:
+class ResponsesWire(WireFormat):
     """`POST /v1/responses`."""
-
-    keep_alive = b": generating\n\n"
 
     def read(self, body: Any, session: Session) -> AgentCall:
         # items and tools apart: the SDK's types ask for fields that the API lets one leave out
@@ -145,9 +142,6 @@ class ResponsesWire:
     def events(self, answer: Mapping[str, Any], call: AgentCall) -> Iterator[bytes]:
         for number, event in enumerate(_events(answer)):
             yield named_event({**event, "sequence_number": number})
-
-    def error(self, refusal: RefusedCallError) -> dict[str, Any]:
-        return openai_error(refusal)
 
     def error_event(self, refusal: RefusedCallError) -> bytes:
         fields = {"code": refusal.code, "message": str(refusal), "param": None, "sequence_number": 0}

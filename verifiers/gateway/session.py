@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context, copy_context
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.errors import ConfigError, ModelError, OverlongPromptError, ProviderError
-from verifiers.gateway.calls import AgentCall, RefusedCallError
+from verifiers.gateway.calls import AgentCall, RefusedCallError, data_event
 from verifiers.inference.endpoint import CHAT, TOKENIZE
 from verifiers.inference.wire import UNREADABLE, plain_data, whole_characters
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, refuse_non_text
@@ -409,3 +410,38 @@ def _is_refused(client: RolloutClient, arguments: Mapping[str, Any]) -> bool:
 
 def _listed(stop: Any) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop or ())
+
+
+# -- the dialects of calls ------------------------------------------------------------------------------------------
+
+
+class WireFormat(ABC):
+    """One route's dialect. Refusals are told as OpenAI tells errors, where a dialect has no other way."""
+
+    keep_alive = b": generating\n\n"
+    """Sent while an answer that is to be streamed is generated."""
+
+    @abstractmethod
+    def read(self, body: Any, session: Session) -> AgentCall:
+        """Return a request's body as a call.
+
+        Raises:
+            RefusedCallError: it is malformed, or asks for what cannot be had.
+        """
+
+    @abstractmethod
+    def answer(self, completion: Mapping[str, Any], call: AgentCall, session: Session) -> dict[str, Any]:
+        """Return a chat or text completion in the dialect."""
+
+    @abstractmethod
+    def events(self, answer: Mapping[str, Any], call: AgentCall) -> Iterator[bytes]:
+        """Return a whole answer as the events of a stream."""
+
+    def error(self, refusal: RefusedCallError) -> dict[str, Any]:
+        """Return the body of a refusal."""
+        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+        return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
+
+    def error_event(self, refusal: RefusedCallError) -> bytes:
+        """Return a refusal as an event, for a stream that has begun."""
+        return data_event(self.error(refusal))
