@@ -9,18 +9,14 @@ from __future__ import annotations
 import functools
 import sys
 
-_NEED_AN_EXTRA = {
-    "GRPOConfig",
-    "GRPOTrainer",
-    "MCPEnv",
-    "ReasoningGymEnv",
-    "TextArenaEnv",
-    "get_model",
-    "get_model_and_tokenizer",
-    "get_tokenizer",
-    "grpo_defaults",
-    "lora_defaults",
-}
+_NEED_AN_EXTRA = (
+    "verifiers.integrations.mcp",
+    "verifiers.integrations.reasoning_gym",
+    "verifiers.integrations.textarena",
+    "verifiers.train.",
+)
+"""How the modules begin whose public names need an extra."""
+
 _SUBMODULES = {
     "cli",
     "data",
@@ -59,7 +55,7 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         value = _version()
     elif name == "__all__":
-        value = sorted(_public_names().keys() - _NEED_AN_EXTRA)
+        value = sorted(name for name, (module, _) in _public_names().items() if not module.startswith(_NEED_AN_EXTRA))
     elif name in _SUBMODULES:
         import importlib
 

@@ -198,9 +198,15 @@ async def check_rewards(env: Any, rows: int = 8) -> tuple[list[CheckFinding], di
         *(_functions(env, everything, unearned) if tells_right else ()),
         *_times(again, calls, lag.quantile_ms(1.0) / 1000),
     ]
-    numbers = _numbers(texts, alone, probed, everything, seconds)
-    numbers["seconds_a_call"] = {name: round(fmean(each), 6) for name, each in calls.items()}
-    return findings, {**numbers, "tells_right": tells_right}
+    return findings, {
+        "rows": len(texts.requests),
+        "right": _mean(alone) if texts.right else None,
+        "probes": {name: _mean(played) for name, played in probed.items()},
+        "functions": {name: [min(values), max(values)] for name, values in _values(everything).items()},
+        "seconds_a_rollout": round(seconds, 4),
+        "seconds_a_call": {name: round(fmean(each), 6) for name, each in calls.items()},
+        "tells_right": tells_right,
+    }
 
 
 # -- rows, texts and rollouts ----------------------------------------------------------------------------------------
@@ -511,18 +517,6 @@ def _times(again: Played, calls: Mapping[str, Sequence[float]], late_s: float) -
             "let what computes be a plain function, what waits an `async def`; what holds the interpreter, a process."
         )
         yield CheckFinding("blocks-the-loop", "warning", "environment", text, mend)
-
-
-def _numbers(
-    texts: _Texts, alone: Played, probed: Mapping[str, Played], everything: Sequence[Rollout], seconds: float
-) -> dict[str, Any]:
-    return {
-        "rows": len(texts.requests),
-        "right": _mean(alone) if texts.right else None,
-        "probes": {name: _mean(played) for name, played in probed.items()},
-        "functions": {name: [min(values), max(values)] for name, values in _values(everything).items()},
-        "seconds_a_rollout": round(seconds, 4),
-    }
 
 
 def _mean(played: Played) -> float | None:

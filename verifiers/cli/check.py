@@ -14,7 +14,6 @@ from verifiers.cli.endpoint import (
     add_endpoint_group,
     add_sampling_group,
     add_timeouts,
-    check_timeouts,
     chosen_endpoint,
     opened_model,
     require_listener,
@@ -39,9 +38,11 @@ def parser() -> CommandParser:
     )
     parser.environment_group()
     add = parser.group("check")
-    add("-n", "--num-examples", type=int, default=32, metavar="N", help="prompts that a model is asked")
-    add("-r", "--rollouts-per-example", type=int, default=8, metavar="N", help="rollouts of each prompt")
-    add("--rows", type=int, default=8, metavar="N", help="rows whose rewards are tried with right and wrong texts")
+    add("-n", "--num-examples", type=int, at_least=1, default=32, metavar="N", help="prompts that a model is asked")
+    told = "rollouts of each prompt, which are compared"
+    add("-r", "--rollouts-per-example", type=int, at_least=2, default=8, metavar="N", help=told)
+    told = "rows whose rewards are tried with right and wrong texts"
+    add("--rows", type=int, at_least=1, default=8, metavar="N", help=told)
     add("--tokenizer", metavar="PATH", help="tokenizer that prompts are measured with (needs the train extra)")
     add("--max-model-len", type=int, metavar="N", help="tokens that the model reads at most")
     add_endpoint_group(parser)
@@ -57,14 +58,8 @@ def parser() -> CommandParser:
 def check_command(args: argparse.Namespace) -> int:
     from verifiers.envs.registry import load_environment
 
-    for flag, number in (("--num-examples", args.num_examples), ("--rows", args.rows)):
-        if number < 1:
-            raise ConfigError(f"{flag} is {number}; give 1 or more.")
-    if args.rollouts_per_example < 2:
-        raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 2 or more, to compare them.")
     if args.max_model_len is not None and args.tokenizer is None:
         raise ConfigError("--max-model-len needs --tokenizer, which counts the tokens of a prompt.")
-    check_timeouts(args, "rollout", "attempt")
     env_args = json_object("--env-args", args.env_args)
     name = make_importable(args.env, args.env_dir_path)
     env = load_environment(name, **env_args)

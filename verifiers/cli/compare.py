@@ -48,7 +48,7 @@ def parser() -> CommandParser:
     )
     add("--right-from", type=float, default=1.0, metavar="REWARD", help="reward from which a rollout is right")
     add("--confidence", type=float, default=0.95, metavar="P", help="coverage of the intervals")
-    add("--permutation-seed", type=int, default=0, metavar="N", help="seed of the permutation test")
+    add("--permutation-seed", type=int, at_least=0, default=0, metavar="N", help="seed of the permutation test")
     add = parser.group("output")
     add("--json", action="store_true", help="print the comparison as one line of JSON")
     return parser
@@ -61,8 +61,6 @@ def compare(args: argparse.Namespace) -> int:
         raise ConfigError("--on-common-prompts and --unpaired-ok exclude each other; give one of them.")
     if not 0 < args.confidence < 1:
         raise ConfigError(f"--confidence is {args.confidence}; give a number between 0 and 1, such as 0.95.")
-    if args.permutation_seed < 0:
-        raise ConfigError(f"--permutation-seed is {args.permutation_seed}; give 0 or more.")
     runs = [read_compared_run(directory) for directory in (args.run_a, args.run_b)]
     found = [
         compare_runs(

@@ -55,10 +55,12 @@ def add_endpoint_group(parser: CommandParser) -> None:
 
 def add_timeouts(add: AddFlag, what: str) -> None:
     """Add the deadlines of a rollout, which the command calls `what`, and of an attempt."""
-    add("--rollout-timeout", type=float, default=1800.0, metavar="S", help=f"deadline of one {what}, seconds")
+    told = f"deadline of one {what}, seconds"
+    add("--rollout-timeout", type=float, above=0, default=1800.0, metavar="S", help=told)
     add(
         "--attempt-timeout",
         type=float,
+        above=0,
         metavar="S",
         help="deadline of one HTTP attempt, seconds (default: a third of --rollout-timeout, at most 600)",
     )
@@ -66,24 +68,17 @@ def add_timeouts(add: AddFlag, what: str) -> None:
 
 def add_grading_timeout(add: AddFlag) -> None:
     told = "deadline for one prompt's rollouts, seconds"
-    add("--grading-timeout", type=float, default=120.0, metavar="S", help=told)
+    add("--grading-timeout", type=float, above=0, default=120.0, metavar="S", help=told)
 
 
 def add_sampling_group(parser: CommandParser, owner: str) -> AddFlag:
     """Add the flags of sampling, whose defaults are the owner's, and return what adds more to their group."""
     add = parser.group("sampling")
-    add("-t", "--max-tokens", type=int, metavar="N", help=f"tokens of one answer (default: the {owner}'s)")
-    add("-T", "--temperature", type=float, metavar="X", help=f"0 is greedy (default: the {owner}'s)")
+    told = f"tokens of one answer (default: the {owner}'s)"
+    add("-t", "--max-tokens", type=int, at_least=1, metavar="N", help=told)
+    add("-T", "--temperature", type=float, at_least=0, metavar="X", help=f"0 is greedy (default: the {owner}'s)")
     add("-S", "--sampling-args", default="{}", metavar="JSON", help="further OpenAI sampling arguments")
     return add
-
-
-def check_timeouts(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError where a flag `--NAME-timeout` is no time."""
-    for name in names:
-        seconds = getattr(args, f"{name}_timeout")
-        if seconds is not None and not seconds > 0:
-            raise ConfigError(f"--{name}-timeout is {seconds:g}; give a number of seconds above 0.")
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -92,10 +87,6 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
     sampling = json_object("--sampling-args", args.sampling_args)
     check_keywords("--sampling-args", sampling, SAMPLING_ARGS)
-    if args.temperature is not None and not args.temperature >= 0:
-        raise ConfigError(f"--temperature is {args.temperature:g}; give 0 or more.")
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens is {args.max_tokens}; give 1 or more.")
     given = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     return sampling | {name: value for name, value in given.items() if value is not None}
 

@@ -18,7 +18,6 @@ from verifiers.cli.endpoint import (
     add_grading_timeout,
     add_sampling_group,
     add_timeouts,
-    check_timeouts,
     chosen_endpoint,
     endpoint_metadata,
     endpoint_redactor,
@@ -75,7 +74,7 @@ def parser() -> CommandParser:
     add_endpoint_group(parser)
     add = parser.group("rollouts")
     add("-n", "--num-examples", type=int, default=5, metavar="N", help="prompts; -1 for all")
-    add("-r", "--rollouts-per-example", type=int, default=3, metavar="N", help="rollouts of each prompt")
+    add("-r", "--rollouts-per-example", type=int, at_least=1, default=3, metavar="N", help="rollouts of each prompt")
     add("--shard", metavar="K/N", help="run every N-th prompt from the K-th on; vf-merge joins the N runs")
     add(
         "-c",
@@ -121,9 +120,6 @@ def evaluate(args: argparse.Namespace) -> int:
     args.shard = None if args.shard is None else Shard.parse(args.shard)
     if args.num_examples < -1 or args.num_examples == 0:
         raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
-    if args.rollouts_per_example < 1:
-        raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 1 or more.")
-    check_timeouts(args, "attempt", "rollout", "grading")
     if args.trace is not None:
         from verifiers import tracing
 

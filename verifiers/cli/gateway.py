@@ -12,7 +12,6 @@ from verifiers.cli.endpoint import (
     add_endpoint_group,
     add_sampling_group,
     add_timeouts,
-    check_timeouts,
     chosen_endpoint,
     endpoint_metadata,
     endpoint_redactor,
@@ -58,9 +57,8 @@ def parser() -> CommandParser:
         help="further name of the model; '*' for all; repeatable",
     )
     add_timeouts(add, "session")
-    add(
-        "--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end for open sessions after Ctrl-C"
-    )
+    told = "seconds to end for open sessions after Ctrl-C"
+    add("--drain-timeout", type=float, above=0, default=30.0, metavar="S", help=told)
     add_sampling_group(parser, "program")
     add = parser.group("results")
     add("--name", default="external", metavar="NAME", help="name of what is evaluated, in the results")
@@ -77,7 +75,6 @@ def record(args: argparse.Namespace) -> int:
 
     if args.verbose:
         setup_logging("DEBUG")
-    check_timeouts(args, "attempt", "rollout", "drain")
     with typed_redactor(args).in_errors():
         sampling = sampling_of(args)
         entry = chosen_endpoint(args, "vf-gateway")

@@ -55,11 +55,24 @@ class CommandParser(argparse.ArgumentParser):
 
         super().__init__(prog=prog, description=description, epilog=epilog)
         self.examples = tuple(examples)
+        self._bounds: list[tuple[argparse.Action, float | None, float | None]] = []
         self._gone = gone or {}
         # a comparison with NaN is never true, so a limit or threshold of NaN would switch itself off
         self.register("type", float, _finite)
         told = f"%(prog)s {version or __version__}"
         self.add_argument("--version", action="version", version=told, help="show the version and exit")
+
+    def parsed(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parse a command line; raise ConfigError for a number that its flag cannot have."""
+        args = self.parse_args(argv)
+        for action, least, above in self._bounds:
+            flag, value = action.option_strings[-1], getattr(args, action.dest)
+            if value is not None and least is not None and not value >= least:
+                raise ConfigError(f"{flag} is {value:g}; give {least:g} or more.")
+            if value is not None and above is not None and not value > above:
+                unit = " of seconds" if action.metavar == "S" else ""
+                raise ConfigError(f"{flag} is {value:g}; give a number{unit} above {above:g}.")
+        return args
 
     def error(self, message: str) -> NoReturn:
         instead = [f"{flag}: {self._gone[flag]}" for flag in message.split() if flag in self._gone]
@@ -69,16 +82,24 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help() + "\nexamples:\n" + textwrap.indent("\n".join(self.examples), "  ") + "\n"
 
     def group(self, title: str) -> AddFlag:
-        """Return what adds arguments to a new group of the help; a flag's default is appended to its help."""
+        """Return what adds arguments to a new group of the help; a flag's default is appended to its help.
+
+        Of numbers it takes `at_least` and `above` beside argparse's own settings.
+        """
         group = self.add_argument_group(title)
 
-        def add(*names: str, **settings: Any) -> argparse.Action:
+        def add(
+            *names: str, at_least: float | None = None, above: float | None = None, **settings: Any
+        ) -> argparse.Action:
             default = settings.get("default")
             if not (default is None or default is False or default in ("", "{}") or default == []):
                 settings["help"] += (
                     f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
                 )
-            return group.add_argument(*names, **settings)
+            action = group.add_argument(*names, **settings)
+            if at_least is not None or above is not None:
+                self._bounds.append((action, at_least, above))
+            return action
 
         return add
 
@@ -183,7 +204,7 @@ class Command:
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         parser = self.parser()
-        return run_command(parser.prog, lambda: self._run(parser.parse_args(argv)))
+        return run_command(parser.prog, lambda: self._run(parser.parsed(argv)))
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:

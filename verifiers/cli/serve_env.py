@@ -22,9 +22,10 @@ def parser() -> CommandParser:
     add = parser.group("server")
     add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on")
     add("--port", type=int, default=8200, metavar="N", help="port; 0 takes a free one")
-    add("--max-sessions", type=int, default=64, metavar="N", help="sessions at once")
-    add("--rollout-timeout", type=float, default=3600.0, metavar="S", help="seconds of an episode, the policy's too")
-    add("--grading-timeout", type=float, default=120.0, metavar="S", help="seconds of its rewards")
+    add("--max-sessions", type=int, at_least=1, default=64, metavar="N", help="sessions at once")
+    told = "seconds of an episode, the policy's too"
+    add("--rollout-timeout", type=float, above=0, default=3600.0, metavar="S", help=told)
+    add("--grading-timeout", type=float, above=0, default=120.0, metavar="S", help="seconds of its rewards")
     return parser
 
 
@@ -35,9 +36,6 @@ def serve(args: argparse.Namespace) -> int:
     from verifiers.integrations.openenv_server import OpenEnvServer
     from verifiers.server_process import bind, end_by_signals, exits_on_sigterm, url_of
 
-    for name in ("max_sessions", "rollout_timeout", "grading_timeout"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name):g}; give a number above 0.")
     listener = bind(args.host, args.port)
     env_args = json_object("--env-args", args.env_args)
     with exits_on_sigterm():
