@@ -6,6 +6,7 @@ looked at, so that opening a page of 10,000 rollouts does not wait for 10,000 tr
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -14,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, paired_difference
-from verifiers.evals.store import RESULTS, finite, iter_lines, metrics_of, parse_row, read_metadata
+from verifiers.evals.store import RESULTS, finite, iter_lines, metrics_of, parse_row, read_metadata, run_at
 from verifiers.evals.summary import RIGHT_FROM, metric_bounds, rollouts_planned, summarize
 from verifiers.notebook import as_text, messages_of
 from verifiers.reports.page import json_text, page_text, write_page
@@ -93,7 +93,7 @@ def _page(
     while True:
         flat = [entry for group in shown for entry in group]
         parts = (flat[at : at + ROWS_PER_BLOCK] for at in range(0, len(flat), ROWS_PER_BLOCK))
-        blocks = [json_block([_row(directories[entry.run], entry) for entry in part]) for part in parts]
+        blocks = [transcripts(directories, part) for part in parts]
         size = sum(len(block.encode("utf-8", "backslashreplace")) for block in blocks)
         if size <= MOST_BYTES or len(flat) <= 1:
             break
@@ -111,17 +111,28 @@ def _page(
     return page_text(title, data, blocks)
 
 
-def _row(directory: Path, entry: Entry) -> dict[str, Any]:
-    # read when it is asked for: memory holds a block of rows and never a run
-    with (directory / RESULTS).open("rb") as file:
-        file.seek(entry.offset)
-        return parse_row(file.readline())
+def transcripts(directories: Sequence[Path], entries: Sequence[Entry]) -> str:
+    """Return the block of some entries' rows, read from their runs' files: memory never holds a run."""
+    rows = []
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context((directory / RESULTS).open("rb")) for directory in directories]
+        for entry in entries:
+            files[entry.run].seek(entry.offset)
+            rows.append(shown_row(files[entry.run].readline()) or {})
+    return json_block(rows)
+
+
+def shown_row(line: bytes) -> dict[str, Any] | None:
+    """Return a line's row; None for one that a crash cut off."""
+    try:
+        return parse_row(line.decode("utf-8", "replace").encode())
+    except ValueError:
+        return None
 
 
 def read_entries(directory: Path, run: int = 0) -> tuple[list[Entry], RolloutResults]:
     """Return a run's rollouts without transcripts, of one that was done again the last, and the numbers of all."""
-    if not (directory / RESULTS).is_file():
-        raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
+    directory = run_at(directory)
     last: dict[tuple[str, int], Entry] = {}
     asked: dict[str, str] = {}
     numbers, offset = RolloutResults(), 0

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from verifiers.errors import ConfigError
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import RESULTS, finite, parse_row, read_metadata
+from verifiers.evals.store import RESULTS, finite, read_metadata
 from verifiers.http_requests import app_runner
 from verifiers.monitoring.history import eval_set_label, is_trained_on
 from verifiers.monitoring.number_text import rounded
@@ -31,9 +31,10 @@ from verifiers.reports.evaluation import (
     columns_of,
     comparison_text,
     entry_of,
-    json_block,
     run_name,
+    shown_row,
     summary_of,
+    transcripts,
 )
 from verifiers.reports.page import json_text, page_text, plain_page
 from verifiers.reports.training_run import run_version, started_at, training_data, training_page
@@ -375,7 +376,7 @@ class GrowingRun:
                 for line in lines:
                     if not line.endswith(b"\n"):
                         return len(self.entries)
-                    row = self._row(line)
+                    row = shown_row(line)
                     if row is not None:
                         self.entries.append(entry_of(row, offset=self._offset))
                         self._numbers.add(self.entries[-1].counted())
@@ -393,16 +394,4 @@ class GrowingRun:
     def block(self, number: int) -> str:
         """Return the transcripts of the rows from `number * ROWS_PER_BLOCK` on as JSON; fewer at the end, or none."""
         start = number * ROWS_PER_BLOCK
-        rows: list[Mapping[str, Any]] = []
-        with (self.directory / RESULTS).open("rb") as file:
-            for entry in self.entries[start : start + ROWS_PER_BLOCK]:
-                file.seek(entry.offset)
-                rows.append(self._row(file.readline()) or {})
-        return json_block(rows)
-
-    def _row(self, line: bytes) -> dict[str, Any] | None:
-        """Return a line's row; None for one that a crash cut off."""
-        try:
-            return parse_row(line.decode("utf-8", "replace").encode())
-        except ValueError:
-            return None
+        return transcripts([self.directory], self.entries[start : start + ROWS_PER_BLOCK])
