@@ -136,12 +136,6 @@ def _place() -> Place | None:
     return None if span is None else span.place
 
 
-def _traceparent() -> str:
-    """Return the place here as W3C's Trace Context has it; "" outside of traces."""
-    place = _place()
-    return "" if place is None else "00-{:032x}-{:016x}-{:02x}".format(*place)
-
-
 # -- what is wrapped; each wrapper is called with the original and its arguments -------------------------------------
 
 
@@ -240,9 +234,10 @@ def _note_answer(span: _Span, answer: Mapping[str, Any]) -> None:
 
 @_wraps(HttpBackend, "post")
 def _post(original: Wrapper, backend: Any, path: str, body: Any, arguments: Any = None) -> Any:
-    if place := _traceparent():
+    if place := _place():
         given = arguments or {}
-        headers = {**(given.get("extra_headers") or {}), "traceparent": place}
+        # as W3C's Trace Context has it
+        headers = {**(given.get("extra_headers") or {}), "traceparent": "00-{:032x}-{:016x}-{:02x}".format(*place)}
         arguments = {**given, "extra_headers": headers}
     return original(backend, path, body, arguments)
 
@@ -286,7 +281,7 @@ def _evaluation(original: Wrapper, call: Any, values: Mapping[str, Any]) -> Any:
 
 @_wraps(Connection, "send")
 def _send(original: Wrapper, connection: Any, message: Mapping[str, Any]) -> None:
-    told, spans = {**message, "traceparent": _traceparent()}, list[Any]()
+    told, spans = {**message, "place": _place()}, list[Any]()
     if _tracer.is_worker:
         spans = [_tracer.ended.popleft() for _ in range(len(_tracer.ended))]
         told["spans"] = json.dumps(spans, default=str)
@@ -308,10 +303,10 @@ def _take(original: Wrapper, link: Any, message: Mapping[str, Any]) -> None:
 @_wraps(worker.RolloutWorker, "_play")
 @_wraps(worker.RolloutWorker, "_score")
 async def _work(original: Wrapper, *args: Any) -> None:
-    if place := args[-1].get("traceparent"):
+    if place := args[-1].get("place"):
         # a task of its own, in the place that its message comes from
         span = _Span("", {})
-        span.place = int(place[3:35], 16), int(place[36:52], 16), place.endswith("1")
+        span.place = tuple(place)
         _current.set(span)
     await original(*args)
 
