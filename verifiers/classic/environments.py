@@ -354,10 +354,8 @@ class ClassicCalls:
             dataset.push_to_hub(hub_name)
         return dataset
 
-    parse_chat_completion_tokens = staticmethod(token_processing.chat_tokens)
-    parse_chat_completion_logprobs = staticmethod(token_processing.chat_logprobs)
-    parse_completion_tokens = staticmethod(token_processing.completion_tokens)
-    parse_completion_logprobs = staticmethod(token_processing.completion_logprobs)
+    parse_chat_completion_tokens = parse_completion_tokens = staticmethod(token_processing.sampled_ids)
+    parse_chat_completion_logprobs = parse_completion_logprobs = staticmethod(token_processing.sampled_logprobs)
     process_completion_format_vllm = staticmethod(token_processing.process_completion)
 
     def process_chat_format_vllm(

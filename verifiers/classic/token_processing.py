@@ -29,39 +29,54 @@ TokenLists = tuple[list[int], list[int], list[int], list[int], list[float]]
 # -- one answer -----------------------------------------------------------------------------------------------
 
 
-def chat_tokens(response: ModelResponse) -> list[int]:
-    """Return the sampled token ids of a chat completion: `token_ids`, or log-prob entries such as "token_id:123".
+def sampled_ids(response: ModelResponse) -> list[int]:
+    """Return the sampled token ids of an answer: `token_ids`, or log-prob entries such as "token_id:123".
 
     An answer that has neither is a MissingTokenIdsError.
     """
-    return _tokens(response, _chat_entries(response))
+    if _is_overlong(response):
+        return []
+    if (turn := _turn(response)) is not None:
+        return list(turn.completion_ids)
+    ids = _list_field(_choice(response), "token_ids")
+    if ids is not None:
+        return [int(token_id) for token_id in ids]
+    shown = message_field(_choice(response), "logprobs")
+    entries = _list_field(shown, "content")
+    entries = _list_field(shown, "tokens") if entries is None else entries
+    tokens = [_TOKEN_ID.fullmatch(str(message_field(entry, "token", entry))) for entry in entries or ()]
+    # a bare number may be text that was sampled
+    if entries is None or not all(tokens):
+        raise MissingTokenIdsError(
+            "an answer has neither token_ids nor tokens written as 'token_id:123'; ask the server for them with "
+            "extra_body={'return_token_ids': True} or {'return_tokens_as_token_ids': True}."
+        )
+    return [int(token[1]) for token in tokens if token is not None]
 
 
-def chat_logprobs(response: ModelResponse) -> list[float]:
-    """Return the log-probs of the sampled tokens of a chat completion, in nats; MissingTokenIdsError without any."""
-    entries = _chat_entries(response)
-    values = None if entries is None else [message_field(entry, "logprob") for entry in entries]
-    return _floats(response, values, "a chat completion has no logprobs; ask for them with logprobs=True.")
+def sampled_logprobs(response: ModelResponse) -> list[float]:
+    """Return the log-probs of an answer's sampled tokens, in nats; MissingTokenIdsError without any."""
+    if _is_overlong(response):
+        return []
+    if (turn := _turn(response)) is not None:
+        return list(turn.logprobs)
+    shown = message_field(_choice(response), "logprobs")
+    entries = _list_field(shown, "content")
+    if entries is not None:
+        return [float(message_field(entry, "logprob")) for entry in entries]
+    values = _list_field(shown, "token_logprobs")
+    if values is None:
+        raise MissingTokenIdsError(
+            "an answer has no logprobs; ask for them with logprobs=True, or logprobs=0 of a text completion."
+        )
+    return [float(value) for value in values]
 
 
-def completion_tokens(response: ModelResponse) -> list[int]:
-    """Return the sampled token ids of a text completion; as `chat_tokens`."""
-    return _tokens(response, _list_field(_logprobs(response), "tokens"))
-
-
-def completion_logprobs(response: ModelResponse) -> list[float]:
-    """Return the log-probs of the sampled tokens of a text completion, in nats; as `chat_logprobs`."""
-    values = _list_field(_logprobs(response), "token_logprobs")
-    return _floats(response, values, "a completion has no logprobs; ask for them with logprobs=0.")
-
-
-def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
+def step_tokens(response: ModelResponse) -> dict[str, Any] | None:
     """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids."""
     prompt_ids = _sent_ids(response)
-    is_chat = message_type == "chat"
     try:
-        completion_ids = (chat_tokens if is_chat else completion_tokens)(response)
-        logprobs = (chat_logprobs if is_chat else completion_logprobs)(response)
+        completion_ids, logprobs = sampled_ids(response), sampled_logprobs(response)
     except (MissingTokenIdsError, TypeError, ValueError):
         return None
     if prompt_ids is None:
@@ -81,7 +96,7 @@ async def parse_response_tokens(
     response: ModelResponse, message_type: MessageType, max_seq_len: int | None = None
 ) -> dict[str, Any] | None:
     """Return `step_tokens`, with what is behind `max_seq_len` tokens of prompt and completion cut off."""
-    tokens = step_tokens(response, message_type)
+    tokens = step_tokens(response)
     if tokens is None or max_seq_len is None:
         return tokens
     prompt, completion = len(tokens["prompt_ids"]), len(tokens["completion_ids"])
@@ -92,32 +107,17 @@ async def parse_response_tokens(
     return {**tokens, **kept, **flags}
 
 
-def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]:
-    if _is_overlong(response):
-        return []
-    if (turn := _turn(response)) is not None:
-        return list(turn.completion_ids)
-    ids = _list_field(_choice(response), "token_ids")
-    if ids is not None:
-        return [int(token_id) for token_id in ids]
-    tokens = [_TOKEN_ID.fullmatch(str(message_field(entry, "token", entry))) for entry in entries or ()]
-    # a bare number may be text that was sampled
-    if entries is None or not all(tokens):
-        raise MissingTokenIdsError(
-            "an answer has neither token_ids nor tokens written as 'token_id:123'; ask the server for them with "
-            "extra_body={'return_token_ids': True} or {'return_tokens_as_token_ids': True}."
-        )
-    return [int(token[1]) for token in tokens if token is not None]
+def _turn(response: ModelResponse) -> Turn | None:
+    """Return the tokens of an answer that a training rollout holds apart from it."""
+    turn = getattr(response, "turn", None)
+    return turn if isinstance(turn, Turn) else None
 
 
-def _floats(response: ModelResponse, values: Sequence[Any] | None, missing: str) -> list[float]:
-    if _is_overlong(response):
-        return []
+def _sent_ids(response: ModelResponse) -> list[int] | None:
     if (turn := _turn(response)) is not None:
-        return list(turn.logprobs)
-    if values is None:
-        raise MissingTokenIdsError(missing)
-    return [float(value) for value in values]
+        return list(turn.prompt_ids)
+    ids = _list_field(response, "prompt_token_ids") or _list_field(_choice(response), "prompt_token_ids")
+    return None if ids is None else list(ids)
 
 
 def _choice(response: ModelResponse) -> Any:
@@ -125,17 +125,9 @@ def _choice(response: ModelResponse) -> Any:
     return choices[0] if choices else None
 
 
-def _logprobs(response: ModelResponse) -> Any:
-    return message_field(_choice(response), "logprobs")
-
-
-def _chat_entries(response: ModelResponse) -> Sequence[Any] | None:
-    return _list_field(_logprobs(response), "content")
-
-
 def _list_field(owner: Any, name: str) -> Sequence[Any] | None:
     # test doubles answer to every name, so only what is a list counts
-    value = message_field(owner, name) if owner is not None else None
+    value = message_field(owner, name)
     return value if isinstance(value, (list, tuple)) else None
 
 
@@ -156,7 +148,8 @@ class _Tokens:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def append_sampled(self, ids: list[int], logprobs: list[float]) -> None:
+    def append_sampled(self, response: ModelResponse) -> None:
+        ids, logprobs = sampled_ids(response), sampled_logprobs(response)
         if len(ids) != len(logprobs):
             raise MissingTokenIdsError(f"an answer has {len(ids)} token ids but {len(logprobs)} log-probs.")
         self.ids += ids
@@ -208,24 +201,11 @@ def process_chat(
         if said:
             held.append_environment(_environment_ids(held, _sent_ids(response), consumed, said, render))
             consumed, said = consumed + said, []
-        held.append_sampled(chat_tokens(response), chat_logprobs(response))
+        held.append_sampled(response)
         consumed.append(message)
     if said:
         held.append_environment(_environment_ids(held, None, consumed, said, render))
     return held.lists()
-
-
-def _turn(response: ModelResponse) -> Turn | None:
-    """Return the tokens of an answer that a training rollout holds apart from it."""
-    turn = getattr(response, "turn", None)
-    return turn if isinstance(turn, Turn) else None
-
-
-def _sent_ids(response: ModelResponse) -> list[int] | None:
-    if (turn := _turn(response)) is not None:
-        return list(turn.prompt_ids)
-    ids = _list_field(response, "prompt_token_ids") or _list_field(_choice(response), "prompt_token_ids")
-    return None if ids is None else list(ids)
 
 
 def _environment_ids(
@@ -314,7 +294,7 @@ def process_completion(
         if start < place or completion[start : start + len(text)] != text:
             raise ConfigError(f"response {number} ({text[:80]!r}) is not where it should be in the completion.")
         append_environment(start)
-        held.append_sampled(completion_tokens(response), completion_logprobs(response))
+        held.append_sampled(response)
         place = start + len(text)
     append_environment(len(completion))
     return held.lists()

@@ -41,7 +41,7 @@ class _Step(dict[str, Any]):
         if name == "tokens" and value is None:
             from verifiers.classic.token_processing import step_tokens
 
-            return step_tokens(self["response"], "completion" if isinstance(self["prompt"], str) else "chat")
+            return step_tokens(self["response"])
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
