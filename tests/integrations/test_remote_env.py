@@ -248,7 +248,9 @@ def test_an_answer_of_another_kind_ends_the_run_with_the_route_that_gave_it(
     recorder: RecordingServer, path: str, body: Any
 ) -> None:
     recorder.bodies[path] = body
-    with pytest.raises(InfraError, match=rf"to {path} is not a dataserver's|asked for \d+ samples and gave 0"):
+    with pytest.raises(
+        InfraError, match=rf"to {path} is not a dataserver's|{path} answered 200 with|\d+ samples and gave 0"
+    ):
         plan_of(RemoteEnv(recorder.url), num_prompts=16).example_ids(0)
 
 
@@ -258,7 +260,7 @@ def test_prompts_are_asked_for_again_and_then_the_run_ends_with_a_sentence(recor
     env = RemoteEnv(recorder.url)
     assert len(recorder.calls("/v2/meta")) == 3
     recorder.faults["/v2/sample"] = [500] * 4
-    with pytest.raises(InfraError, match=r"gave no answer: /v2/sample answered with status 500.*after 4 attempts"):
+    with pytest.raises(InfraError, match=r"gave no answer: .*/v2/sample answered 500.*after 4 attempts"):
         plan_of(env, num_prompts=16).example_ids(0)
 
 
@@ -306,7 +308,7 @@ def test_a_token_goes_with_every_request(tmp_path: Path, monkeypatch: pytest.Mon
         env = RemoteEnv(url, token_var="TOKEN_OF_A_TEST", dataset="easy")
         with FakeOpenAIServer(right) as policy:
             assert env.evaluate_sync(policy.url, "fake", num_examples=2).reward == [1.0, 1.0]
-        with pytest.raises(ConfigError, match="status 401"):
+        with pytest.raises(ConfigError, match="answered 401"):
             RemoteEnv(url)
         monkeypatch.delenv("TOKEN_OF_A_TEST")
         with pytest.raises(ConfigError, match="TOKEN_OF_A_TEST"):

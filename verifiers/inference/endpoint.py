@@ -235,19 +235,23 @@ class HttpBackend:
             raise
 
     async def post(
-        self, path: str, body: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
+        self, path: str, body: Mapping[str, Any] | None, arguments: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """POST `body` as JSON and return the JSON object of a 200; errors do not quote key and headers.
+        """POST `body` as JSON, or GET without one, and return the JSON object of a 200.
+
+        Errors do not quote key and headers.
 
         Of the arguments of `create` those about the call itself are heeded: extra_headers, extra_query, timeout.
         """
         try:
-            return await self._post(path, body, arguments or {})
+            return await self._request(path, body, arguments or {})
         except Exception as error:
             self._redact.clean(error)
             raise
 
-    async def _post(self, path: str, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(
+        self, path: str, body: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
         import aiohttp
 
         session = self._open_session()
@@ -259,9 +263,10 @@ class HttpBackend:
             # as the SDK writes them
             texts = {name: json.dumps(value) if isinstance(value, bool) else value for name, value in query.items()}
             options["params"] = {name: value for name, value in texts.items() if value is not None}
-        content = _encode(body)
+        content = None if body is None else encoded(body)
         # a large one is written piece by piece, so that other calls have the loop between them
-        sent = content if len(content) <= _SENT_AT_ONCE else io.BytesIO(content)
+        sent = io.BytesIO(content) if content is not None and len(content) > _SENT_AT_ONCE else content
+        method = "GET" if body is None else "POST"
         limit_s, timeout_s = self.endpoint.timeout_s, arguments.get("timeout")
         if timeout_s is not None:
             # a number of seconds, or the SDK's Timeout object
@@ -270,10 +275,10 @@ class HttpBackend:
             options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.endpoint.connect_timeout_s)
         try:
             # elsewhere neither the headers with their keys nor what is said is meant for
-            async with session.post(url, data=sent, allow_redirects=False, **options) as response:
+            async with session.request(method, url, data=sent, allow_redirects=False, **options) as response:
                 place = response.headers.get("Location") if 300 <= response.status < 400 else None
                 status, self._has_answered = response.status, True
-                content = await read_body(response, self.endpoint.max_answer_mb)
+                answer = await read_body(response, self.endpoint.max_answer_mb)
                 retry_after = None if status == 200 else retry_after_s(response.headers)
         except aiohttp.ConnectionTimeoutError as error:
             raise RetryableError(
@@ -292,11 +297,11 @@ class HttpBackend:
             )
             raise RetryableError(text, unreachable=True, broke=not refused, unresolved=unresolved) from error
         if status == 200:
-            return await _decode(content, url)
+            return await _decode(answer, url)
         if place is not None:
             there = url_without_secrets(urllib.parse.urljoin(url, place))
             raise ProviderError(f"{url} answered {status} and sends on to {there!r:.200}; give the base URL of that.")
-        text = self._redact(content.decode(errors="replace"))[:_LONGEST_ERROR]
+        text = self._redact(answer.decode(errors="replace"))[:_LONGEST_ERROR]
         refusal = status_error(url, status, text, retry_after)
         if status == 404 and re.search(r"/v\d", self.base_url) is None:
             refusal = ProviderError(f"{refusal}; is the base URL {self.base_url}/v1?", status=status, body=text)
@@ -459,7 +464,8 @@ async def read_body(response: aiohttp.ClientResponse, max_mb: float) -> bytes:
     return b"".join(pieces)
 
 
-def _encode(body: Mapping[str, Any]) -> bytes:
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """Return a body as it is sent; halves of surrogate pairs, which models do write, are U+FFFD."""
     try:
         text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
     except TypeError as error:

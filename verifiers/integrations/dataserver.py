@@ -8,24 +8,21 @@ By name it is `verifiers.integrations.dataserver`: `vf-eval verifiers.integratio
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import functools
-import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verifiers.data.curriculum import Curriculum, staged_curriculum_from
 from verifiers.data.row_source import PlannedBlock, StagedRows
 from verifiers.envs.multiturn_env import SingleTurnEnv
-from verifiers.errors import ConfigError, Error, GradingError, InfraError, ProviderError
-from verifiers.inference.endpoint import proxy_for, read_body
-from verifiers.inference.retry import RetryableError, RetryPolicy, reason, retry, status_may_pass
+from verifiers.errors import ConfigError, Error, GradingError, InfraError, ModelError, ProviderError
+from verifiers.inference.endpoint import Endpoint, HttpBackend, encoded
+from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.inference.wire import UNREADABLE
 from verifiers.loop_thread import run_blocking
 from verifiers.rollouts.recording_client import RolloutClient
@@ -38,7 +35,6 @@ logger = logging.getLogger("verifiers.envs")
 
 MAX_ATTEMPTS = 4
 _BACKOFF_S = 2.0
-_QUOTED_BYTES = 300
 # a page has 512 rows
 _MOST_ANSWER_MB = 512.0
 # time of a grading request beyond that of the server's graders
@@ -87,8 +83,8 @@ class Dataserver:
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def meta(self) -> ServerMeta:
-        data = self.request("/v2/meta")
-        with self._reading("/v2/meta"):
+        data = self.request("/meta")
+        with self._reading("/meta"):
             stages = {name: data[name] for name in ("stages", "seed", "replacement")}
             sizes = {dataset["id"]: int(dataset["rows"]) for dataset in data["datasets"]}
             own = {name: data[name] for name in ("max_body_bytes", "grade_timeout_s") if data.get(name) is not None}
@@ -98,8 +94,8 @@ class Dataserver:
     def rows(self, dataset: str, page: int) -> Iterable[dict[str, Any]]:
         offset, total = 0, 1
         while offset < total:
-            answer = self.request("/v2/rows", {"dataset": dataset, "offset": offset, "limit": page})
-            with self._reading("/v2/rows"):
+            answer = self.request("/rows", {"dataset": dataset, "offset": offset, "limit": page})
+            with self._reading("/rows"):
                 found, total = list(answer["samples"]), int(answer["total"])
                 if not found and offset < total:
                     raise ValueError(f"no rows from {offset} on, of {total}")
@@ -108,8 +104,8 @@ class Dataserver:
 
     def samples(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Fetch the samples of a block or a part of it. Raises InfraError where another number of them came."""
-        answer = self.request("/v2/sample", body)
-        with self._reading("/v2/sample"):
+        answer = self.request("/sample", body)
+        with self._reading("/sample"):
             found: list[dict[str, Any]] = list(answer["samples"])
         if len(found) != body["batch_size"]:
             raise InfraError(
@@ -123,75 +119,53 @@ class Dataserver:
             yield
         except UNREADABLE as error:
             raise InfraError(
-                f"the answer of {self.url} to {path} is not a dataserver's ({type(error).__name__}: {error})."
+                f"the answer of {self.url} to /v2{path} is not a dataserver's ({type(error).__name__}: {error})."
             ) from error
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """GET a route, or POST a body to it; returns its JSON.
+        """GET a route of version 2, or POST a body to it; returns its JSON.
 
         Raises:
             ConfigError: the server refuses the request; it would refuse it again.
             InfraError: it gave no usable answer, also after all retries.
         """
-        return run_blocking(lambda: self.request_async(path, None if body is None else encoded(body)))
+        return run_blocking(lambda: self.request_async(path, body))
 
-    async def request_async(self, path: str, data: bytes | None = None, timeout_s: float | None = None) -> Any:
-        """Send a request as `request` does, on an event loop, the body encoded; `timeout_s` replaces the server's."""
-        import aiohttp
-
-        # a session a request: scoring runs on any loop, and none is known to be the last
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s if timeout_s is None else timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
-            policy = RetryPolicy(max_attempts=self.max_attempts, base_s=_BACKOFF_S)
-            try:
-                return await retry(functools.partial(self._try, session, path, data), policy)
-            except ProviderError as error:
-                raise InfraError(f"the dataserver at {self.url} gave no answer: {error}.") from error
-
-    async def _try(self, session: Any, path: str, data: bytes | None) -> Any:
-        import aiohttp
-
-        # redirects are not followed: they would carry the token to another host, and make a GET of a POST
-        options: dict[str, Any] = {"data": data, "proxy": proxy_for(self.url), "allow_redirects": False}
-        try:
-            async with session.request("GET" if data is None else "POST", self.url + path, **options) as response:
-                if 300 <= response.status < 400:
-                    raise self._redirected(path, response.status, response.headers.get("Location"))
-                status, content = response.status, await read_body(response, _MOST_ANSWER_MB)
-        except TimeoutError as error:
-            raise RetryableError(f"{path}: no answer within {session.timeout.total:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise RetryableError(f"{path}: {reason(error)}") from error
-        return await asyncio.to_thread(self._read, path, status, content)
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        if self.token_var is not None:
-            token = os.environ.get(self.token_var, "")
-            if not token:
-                raise ConfigError(
-                    f"the dataserver's token_var names the variable {self.token_var!r}, which is not set; set it."
-                )
-            headers["Authorization"] = f"Bearer {token}"
-        return headers
-
-    def _read(self, path: str, status: int, content: bytes) -> Any:
-        if status == 200:
-            try:
-                return json.loads(content)
-            except (ValueError, RecursionError) as error:
-                raise RetryableError(f"{path} answered with invalid JSON: {content[:_QUOTED_BYTES]!r}") from error
-        said = _message(content)
-        if status_may_pass(status):
-            raise RetryableError(f"{path} answered with status {status}: {said}")
-        hint = "; raise max_body_mib or max_batch under `server` in its file" if status == 413 else ""
-        raise ConfigError(f"the dataserver at {self.url} refused {path} with status {status}: {said}{hint}.")
-
-    def _redirected(self, path: str, status: int, location: str | None) -> ConfigError:
-        return ConfigError(
-            f"the dataserver at {self.url} answered {path} with status {status}, a redirect to {location!r}, "
-            "which is not followed; give the address that it names."
+    async def request_async(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """Send a request as `request` does, on an event loop; `timeout_s` replaces the server's."""
+        # a backend a request: scoring runs on any loop, and none is known to be the last
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        backend = HttpBackend(
+            Endpoint(f"{self.url}/v2", self._token(), timeout_s=timeout_s, max_answer_mb=_MOST_ANSWER_MB)
         )
+
+        async def attempt() -> Any:
+            try:
+                return await backend.post(path, body)
+            except RetryableError:
+                raise
+            except ModelError as error:
+                is_too_large = isinstance(error, ProviderError) and error.status == 413
+                hint = "; raise max_body_mib or max_batch under `server` in its file" if is_too_large else ""
+                raise ConfigError(f"the dataserver at {self.url} refuses a request: {error}{hint}.") from error
+
+        try:
+            return await retry(attempt, RetryPolicy(max_attempts=self.max_attempts, base_s=_BACKOFF_S))
+        except ProviderError as error:
+            raise InfraError(f"the dataserver at {self.url} gave no answer: {error}.") from error
+        finally:
+            await backend.close()
+
+    def _token(self) -> str:
+        if self.token_var is None:
+            return "EMPTY"
+        if not (token := os.environ.get(self.token_var, "")):
+            raise ConfigError(
+                f"the dataserver's token_var names the variable {self.token_var!r}, which is not set; set it."
+            )
+        return token
 
 
 # -- grades ----------------------------------------------------------------------------------------------------
@@ -222,56 +196,45 @@ class RemoteGrader:
 
     async def grades_async(self, items: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[Grade]:
         about = {"rank": rank_of_process(), **about}
-        frame = _body(about, [])
+        limits = self.limits
+
+        def length_of(part: Sequence[Mapping[str, Any]]) -> int:
+            return len(encoded({**about, "items": part}))
+
+        def fits(part: Sequence[Mapping[str, Any]]) -> bool:
+            return len(part) <= limits.max_batch and length_of(part) <= limits.max_body_bytes
+
         found: dict[int, Grade] = {}
-        # an encoded item, and the comma after it
-        sizes = [(item, data := encoded(item), len(data) + 1) for item in items]
-        room = self.limits.max_body_bytes - len(frame)
-        fitting = [entry for entry in sizes if entry[2] <= room]
-        for item, _, size in sizes:
-            if size > room:
-                found[item["completion_index"]] = Grade(
-                    None, {}, f"the completion is {size} bytes long, over the dataserver's max_body_mib"
-                )
-        timeout_s = max(self.server.timeout_s, self.limits.grade_timeout_s + _GRADE_MARGIN_S)
-        for part in _whole_groups(fitting, self.limits.max_batch, room):
-            body = _body(about, [data for _, data, _ in part])
-            answer = await self.server.request_async("/v2/grade", body, timeout_s)
-            found |= _joined([item for item, _, _ in part], answer)
+        timeout_s = max(self.server.timeout_s, limits.grade_timeout_s + _GRADE_MARGIN_S)
+        for part in _parts(items, fits):
+            if len(part) == 1 and not fits(part):
+                text = f"the completion is {length_of(part)} bytes long, over the dataserver's max_body_mib"
+                found[part[0]["completion_index"]] = Grade(None, {}, text)
+                continue
+            answer = await self.server.request_async("/grade", {**about, "items": part}, timeout_s)
+            found |= _joined(part, answer)
         return [found[item["completion_index"]] for item in items]
 
 
-_Sized = tuple[Mapping[str, Any], bytes, int]
+_Items = Sequence[Mapping[str, Any]]
 
 
-def _body(about: Mapping[str, Any], items: Sequence[bytes]) -> bytes:
-    return encoded(about)[:-1] + b', "items": [' + b",".join(items) + b"]}"
-
-
-def _whole_groups(items: Sequence[_Sized], most: int, room: int) -> list[list[_Sized]]:
-    """Cut items into parts of at most `most` and `room` bytes; completions of one sample together if they fit."""
-    parts: list[list[_Sized]] = []
-    left, free = 0, 0
-    for sample_id, entries in itertools.groupby(items, key=lambda entry: entry[0]["sample_id"]):
-        group = list(entries)
-        size = sum(entry[2] for entry in group)
-        if len(group) > left or size > free:
-            left, free = 0, 0
-        if len(group) > most or size > room:
-            logger.warning(
-                "the %d completions of sample %s (%d bytes) are more than a request to the dataserver holds and are "
-                "graded in parts: a grader that compares them sees one part at a time.",
-                len(group),
-                sample_id,
-                size,
-            )
-        for entry in group:
-            if not left or entry[2] > free:
-                parts.append([])
-                left, free = most, room
-            parts[-1].append(entry)
-            left, free = left - 1, free - entry[2]
-    return parts
+def _parts(items: _Items, fits: Callable[[_Items], bool], *, is_told: bool = False) -> Iterator[_Items]:
+    """Halve items until a request holds each part; completions of one sample stay together where they fit."""
+    if len(items) <= 1 or fits(items):
+        yield items
+        return
+    borders = [place for place in range(1, len(items)) if items[place]["sample_id"] != items[place - 1]["sample_id"]]
+    if not borders and not is_told:
+        logger.warning(
+            "the %d completions of sample %s are more than a request to the dataserver holds and are graded in "
+            "parts: a grader that compares them sees one part at a time.",
+            len(items),
+            items[0]["sample_id"],
+        )
+    middle = min(borders, key=lambda place: abs(2 * place - len(items)), default=len(items) // 2)
+    for half in (items[:middle], items[middle:]):
+        yield from _parts(half, fits, is_told=not borders)
 
 
 def _joined(items: Sequence[Mapping[str, Any]], answer: Any) -> dict[int, Grade]:
@@ -307,25 +270,10 @@ def completion_for_wire(completion: Any) -> str | list[dict[str, Any]]:
     return messages
 
 
-# -- encoding --------------------------------------------------------------------------------------------------
-
-
-def encoded(value: Any) -> bytes:
-    """Return JSON without halves of surrogate pairs, which a tokenizer may give and no JSON reader takes."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
-
-
 def rank_of_process() -> int:
     """Return the rank that a launcher gave this process; 0 without one."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
-
-
-def _message(content: bytes) -> str:
-    try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return content[:_QUOTED_BYTES].decode(errors="replace")
 
 
 _PAGE = 512
