@@ -293,22 +293,22 @@ def _send(original: Wrapper, connection: Any, message: Mapping[str, Any]) -> Non
         raise
 
 
-@_wraps(WorkerLink, "_take")
-def _take(original: Wrapper, link: Any, message: Mapping[str, Any]) -> None:
+@_wraps(Connection, "_receive")
+def _receive(original: Wrapper, connection: Any, message: Mapping[str, Any]) -> None:
     _tracer.ended.extend(json.loads(message.get("spans", "[]")))
-    original(link, message)
+    original(connection, message)
 
 
 @_wraps(WorkerLink, "_call")
-@_wraps(worker.RolloutWorker, "_play")
-@_wraps(worker.RolloutWorker, "_score")
-async def _work(original: Wrapper, *args: Any) -> None:
+@_wraps(worker.RolloutWorker, "on_play")
+@_wraps(worker.RolloutWorker, "on_score")
+async def _work(original: Wrapper, *args: Any) -> Any:
     if place := args[-1].get("place"):
         # a task of its own, in the place that its message comes from
         span = _Span("", {})
         span.place = tuple(place)
         _current.set(span)
-    await original(*args)
+    return await original(*args)
 
 
 @_wraps(RemoteWorkers, "load_message")

@@ -191,7 +191,7 @@ class Waiting:
         """Wait until a worker plays the row that waits, and kill it."""
         while True:
             for running in self.engine.running:
-                is_busy = any(kind == "play" for kind, _ in running.worker._tasks)
+                is_busy = bool(running.worker.connection._work)
                 if is_busy and running not in self.killed:
                     self.killed.append(running)
                     running.kill()
@@ -322,8 +322,8 @@ async def test_what_finished_rollouts_leave_behind_is_nothing(tmp_path: Path) ->
     await world.runner_of(played, rollout_timeout_s=0.3).run_groups(requests)
     async with asyncio.timeout(20):
         await world.until(
-            lambda: not any(running.worker._held or running.worker._tasks for running in engine.running)
+            lambda: not any(running.worker._held or running.worker.connection._work for running in engine.running)
         )
     for link in workers.pool()._links:
         assert (link.in_play, link.unscored, +link.groups) == (0, 0, {})
-        assert not any((link._rollouts, link._calls, link._scores))
+        assert not any((link._rollouts, link.connection._asked, link.connection._work))

@@ -1,4 +1,4 @@
-"""Messages between rank 0 and a worker: lines of JSON over a socket.
+"""What rank 0 and a worker ask and tell each other: lines of JSON over a socket.
 
 What is sent in one iteration of the event loop is written at once, so that the cost of a system call is shared.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import functools
+import itertools
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, cast
 
 from verifiers import errors
@@ -25,19 +27,47 @@ ROW_FIELDS = ("prompt", "answer", "task", "info")
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
+class Asked(asyncio.Future[Any]):
+    """The answer to come; where this is cancelled, so is the work at the other end."""
+
+    number: int
+
+
 class Connection(asyncio.Protocol):
     """One end of the socket between rank 0 and a worker.
 
     Args:
-        on_lost: called once when the other end is gone, or when a message could not be read.
+        side: has `on_OP(message)` for each operation that the other end names. What is returned for one that was
+            asked is awaited, and what comes of it is the answer. `on_lost()` is called once when the other end is
+            gone, or when a message could not be read.
     """
 
-    def __init__(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
-        self._on_message, self._on_lost = on_message, on_lost
+    def __init__(self, side: Any) -> None:
+        self._side = side
         self._transport: asyncio.Transport | None = None
         self._received: list[bytes] = []
         self._lines: list[str] = []
         self._is_lost = False
+        self._numbers = itertools.count()
+        self._asked: dict[int, Asked] = {}
+        self._work: dict[int, asyncio.Future[Any]] = {}
+
+    def ask(self, op: str, **fields: Any) -> Asked:
+        """Ask the other end for something; what it raises there is raised by awaiting the answer.
+
+        Raises:
+            ConfigError: as `send`.
+        """
+        number = next(self._numbers)
+        self.send({"op": op, "ask": number, **fields})
+        asked = self._asked[number] = Asked(loop=asyncio.get_running_loop())
+        asked.number = number
+        asked.add_done_callback(self._note_answer)
+        return asked
+
+    def interrupt(self, asked: Asked) -> None:
+        """Cancel the work at the other end, which may answer nevertheless."""
+        self.send({"cancel": asked.number})
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; one to an end that is gone is dropped.
@@ -56,8 +86,22 @@ class Connection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._flush)
         self._lines.append(f"{text}\n")
 
+    def cancel_work(self) -> list[asyncio.Future[Any]]:
+        """Cancel all that the other end asked for, and return it."""
+        work = list(self._work.values())
+        for each in work:
+            each.cancel()
+        return work
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error where an answer is waited for."""
+        for asked in [each for each in self._asked.values() if not each.done()]:
+            asked.set_exception(type(error)(*error.args))
+            # it counts as seen, also where nobody waits for it any more
+            asked.exception()
+
     async def close(self) -> None:
-        """Send what is left and close the socket; `on_lost` is called."""
+        """Send what is left and close the socket; the side learns that it is lost."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -73,7 +117,40 @@ class Connection(asyncio.Protocol):
         if lines and self._transport is not None and not self._is_lost:
             self._transport.write("".join(lines).encode())
 
-    # -- called by the event loop ---------------------------------------------------------------------------------
+    def _note_answer(self, asked: Asked) -> None:
+        del self._asked[asked.number]
+        if asked.cancelled():
+            self.interrupt(asked)
+
+    def _receive(self, message: Message) -> None:
+        if "answer" in message:
+            asked = self._asked.get(message["answer"])
+            if asked is None or asked.done():
+                return
+            if "error" in message:
+                asked.set_exception(error_from(message["error"]))
+            else:
+                asked.set_result(message["result"])
+        elif "cancel" in message:
+            if (work := self._work.get(message["cancel"])) is not None:
+                work.cancel()
+        else:
+            result: Awaitable[Any] | None = getattr(self._side, f"on_{message['op']}")(message)
+            if result is not None:
+                work = self._work[message["ask"]] = asyncio.ensure_future(result)
+                work.add_done_callback(functools.partial(self._answer, message["ask"]))
+
+    def _answer(self, number: int, work: asyncio.Future[Any]) -> None:
+        del self._work[number]
+        if work.cancelled():
+            return
+        error = work.exception()
+        try:
+            self.send({"answer": number, "result": work.result()} if error is None else _failed(number, error))
+        except ConfigError as unsendable:
+            self.send(_failed(number, unsendable))
+
+    # -- the socket -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -83,14 +160,18 @@ class Connection(asyncio.Protocol):
         head, newline, rest = data.rpartition(b"\n")
         if newline:
             for line in (b"".join(self._received) + head).split(b"\n"):
-                self._on_message(json.loads(line))
+                self._receive(json.loads(line))
             self._received.clear()
         self._received.append(rest)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._on_lost()
+            self._side.on_lost()
+
+
+def _failed(number: int, error: BaseException) -> Message:
+    return {"answer": number, "error": failure_data(error)}
 
 
 def refuse_unsendable(message: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, a
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Player, Run
 from verifiers.types import RolloutScore, State
-from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data, refuse_unsendable
+from verifiers.workers.connection import ROW_FIELDS, Asked, Connection, error_from, refuse_unsendable
 
 logger = logging.getLogger("verifiers.workers")
 
@@ -62,8 +62,8 @@ class _Played:
 
     group: Group
     client: RolloutClient
-    done: asyncio.Future[Message]
     context: Context
+    is_held: bool = False
     recorded: dict[int, RecordedAnswer] = field(default_factory=dict)
 
 
@@ -71,33 +71,30 @@ class WorkerLink:
     """One worker, from its start to its end; belongs to one event loop.
 
     Args:
-        on_change: called when it may take more, has become ready, or could not load its environment.
+        on_change: called when it may take more.
 
     Attributes:
+        is_ready: its environments are loaded.
         in_play: rollouts that it plays, or that wait for their slots to be played there.
         groups: number of its rollouts by group, those included that it holds for their score.
     """
 
-    def __init__(self, number: int, on_change: Callable[[WorkerLink], None]) -> None:
+    def __init__(self, number: int, on_change: Callable[[], None]) -> None:
         self.number = number
-        self.connection = Connection(self._take, self._lose)
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self.lost: asyncio.Future[None] = loop.create_future()
+        self.connection = Connection(self)
+        self.is_ready = False
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running: RunningWorker | None = None
         self.in_play = 0
         self.groups: Counter[Group] = Counter()
-        self.failure: Exception | None = None
         self._on_change = on_change
         self._numbers = itertools.count()
         self._rollouts: dict[int, _Played] = {}
-        self._scores: dict[int, asyncio.Future[list[dict[str, Any]]]] = {}
-        self._calls: dict[int, asyncio.Task[None]] = {}
 
     @property
     def may_play(self) -> bool:
         """True where its environment is loaded and its connection stands."""
-        return self.ready.done() and not self.lost.done()
+        return self.is_ready and not self.lost.done()
 
     @property
     def unscored(self) -> int:
@@ -114,7 +111,7 @@ class WorkerLink:
         """Stop counting a rollout as played; one that is held for its score stays counted for its group."""
         self.in_play -= 1
         if is_held:
-            self._on_change(self)
+            self._on_change()
         else:
             self.give_back(group)
 
@@ -122,7 +119,7 @@ class WorkerLink:
         """Stop counting a rollout that is not held here."""
         self.groups[group] -= 1
         self.groups += Counter()
-        self._on_change(self)
+        self._on_change()
 
     async def play(self, env: int, path: Sequence[int], group: Group, state: State) -> None:
         """Play a rollout that was taken, in its state; a worker that played it to its end holds it.
@@ -132,47 +129,54 @@ class WorkerLink:
         """
         client: RolloutClient = state["client"]
         number = next(self._numbers)
-        done: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._rollouts[number] = _Played(group, client, done, copy_context())
+        played = self._rollouts[number] = _Played(group, client, copy_context())
         try:
             if self.lost.done():
                 raise RolloutWorkerError(f"worker {self.number} died before the rollout began")
-            key = (*group, 0)
-            self.connection.send(
-                {
-                    "op": "play", "rollout": number, "env": env, "path": path, "key": key, "model": state["model"],
-                    "row": {name: state[name] for name in ROW_FIELDS}, "sampling_args": state["sampling_args"],
-                    "base_url": client.base_url, "api_key": client.api_key,
-                }
+            asked = self.connection.ask(
+                "play", rollout=number, env=env, path=path, key=(*group, 0), model=state["model"],
+                row={name: state[name] for name in ROW_FIELDS}, sampling_args=state["sampling_args"],
+                base_url=client.base_url, api_key=client.api_key,
             )  # fmt: skip
-            # a cancellation must leave the future to the worker's last message
-            await asyncio.wait([done])
-            message = done.result()
-            _take_status(client, message)
-            if "error" in message:
-                state["completion"] = message["completion"]
-                error = error_from(message["error"])
-                if message["is_policys"] and error.__cause__ is not None:
+            told = await self._told(asked, state)
+            _take_status(client, told)
+            if "error" in told:
+                state["completion"] = told["completion"]
+                error = error_from(told["error"])
+                if told["is_policys"] and error.__cause__ is not None:
                     error.__cause__.__cause__ = client.last_error
                 raise error
-        except BaseException as error:
-            self._cancel("play", number)
+        except BaseException:
+            # also of what has just ended there, so that the worker does not hold it
+            self.connection.send({"op": "drop", "rollout": number})
+            self._rollouts.pop(number, None)
+            raise
+        state.update(told["state"])
+        if "kept_error" in told:
+            state["error"] = error_from(told["kept_error"])
+            del self._rollouts[number]
+        else:
+            played.is_held = True
+            state.held = self, number
+
+    async def _told(self, asked: Asked, state: State) -> Message:
+        """Wait for what came of a rollout; one that is cancelled keeps in its state what was said."""
+        try:
+            # a cancellation must leave the answer to the worker's last words
+            await asyncio.wait([asked])
+        except asyncio.CancelledError:
+            self.connection.interrupt(asked)
             try:
-                if isinstance(error, asyncio.CancelledError):
-                    # what was said before a deadline; a worker that is blocked does not send it
-                    await asyncio.wait([done], timeout=_CANCEL_S)
-                    if done.done() and done.exception() is None:
-                        state["completion"] = done.result().get("state", done.result())["completion"]
+                # a worker that is blocked does not send them
+                await asyncio.wait([asked], timeout=_CANCEL_S)
+                if asked.done() and asked.exception() is None:
+                    state["completion"] = asked.result().get("state", asked.result())["completion"]
             finally:
                 # also where it is cancelled a second time
-                self._rollouts.pop(number, None)
+                asked.cancel()
             raise
-        state.update(message["state"])
-        if "kept_error" in message:
-            state["error"] = error_from(message["kept_error"])
-            self._rollouts.pop(number, None)
-        else:
-            state.held = self, number
+        told: Message = asked.result()
+        return told
 
     async def score(self, env: int, states: Sequence[State]) -> list[RolloutScore]:
         """Score rollouts that this worker holds, and free them.
@@ -180,19 +184,13 @@ class WorkerLink:
         Raises:
             RolloutWorkerError: the worker died before.
         """
-        number, held = next(self._numbers), [state.held[1] for state in states]
+        held = [state.held[1] for state in states]
         if not set(held) <= self._rollouts.keys():
             raise RolloutWorkerError(f"worker {self.number} died before the rollouts were scored")
-        waiting = self._scores[number] = asyncio.get_running_loop().create_future()
         rollouts = [(rollout, state["task"]) for rollout, state in zip(held, states, strict=True)]
-        self.connection.send({"op": "score", "score": number, "env": env, "rollouts": rollouts})
         try:
-            results = await waiting
-        except asyncio.CancelledError:
-            self._cancel("score", number)
-            raise
+            results = await self.connection.ask("score", env=env, rollouts=rollouts)
         finally:
-            del self._scores[number]
             for state in states:
                 self._forget(state)
         for state, result in zip(states, results, strict=True):
@@ -206,25 +204,14 @@ class WorkerLink:
         """Free a rollout that the worker has played and that nobody will score."""
         _, number = state.held
         if self._forget(state):
-            self._cancel("play", number)
+            self.connection.send({"op": "drop", "rollout": number})
 
     def lose(self, reason: str) -> None:
-        error = RolloutWorkerError(f"worker {self.number} {reason}")
-        for task in self._calls.values():
-            task.cancel()
+        self.connection.cancel_work()
         for played in self._rollouts.values():
-            if not played.done.done():
-                played.done.set_exception(RolloutWorkerError(*error.args))
-            else:
-                self.groups[played.group] -= 1
+            self.groups[played.group] -= played.is_held
         self._rollouts.clear()
-        for waiting in self._scores.values():
-            if not waiting.done():
-                waiting.set_exception(RolloutWorkerError(*error.args))
-
-    def _cancel(self, kind: str, number: int) -> None:
-        # also of what has just ended there, so that the worker does not hold it
-        self.connection.send({"op": "cancel", "kind": kind, "number": number})
+        self.connection.fail(RolloutWorkerError(f"worker {self.number} {reason}"))
 
     def _forget(self, state: State) -> bool:
         """Forget a rollout that is held; return whether it was."""
@@ -234,70 +221,32 @@ class WorkerLink:
             self.give_back(played.group)
         return played is not None
 
-    # -- what the worker sends ------------------------------------------------------------------------------------
+    # -- what the worker asks and tells ---------------------------------------------------------------------------
 
-    def _lose(self) -> None:
+    def on_lost(self) -> None:
         if not self.lost.done():
             self.lost.set_result(None)
 
-    def _take(self, message: Message) -> None:
-        getattr(self, f"_on_{message['op']}")(message)
-
-    def _on_ready(self, _: Message) -> None:
-        self.ready.set_result(None)
-        self._on_change(self)
-
-    def _on_failed(self, message: Message) -> None:
-        self.failure = error_from(message["error"])
-        self._on_change(self)
-
-    def _on_log(self, message: Message) -> None:
+    def on_log(self, message: Message) -> None:
         logging.getLogger(message["name"]).log(message["level"], "worker %d: %s", self.number, message["text"])
 
-    def _on_done(self, message: Message) -> None:
+    def on_call(self, message: Message) -> asyncio.Task[Any]:
         played = self._rollouts.get(message["rollout"])
-        if played is not None and not played.done.done():
-            played.done.set_result(message)
+        # calls of a rollout that run at once have contexts of their own: roles are in them
+        context = None if played is None else played.context.copy()
+        return asyncio.create_task(self._call(played, message), context=context)
 
-    def _on_scored(self, message: Message) -> None:
-        waiting = self._scores.get(message["score"])
-        if waiting is None or waiting.done():
-            return
-        if "error" in message:
-            waiting.set_exception(error_from(message["error"]))
-        else:
-            waiting.set_result(message["scores"])
-
-    def _on_call(self, message: Message) -> None:
-        number, played = message["call"], self._rollouts.get(message["rollout"])
-        if played is not None and not played.done.done():
-            # calls of a rollout that run at once have contexts of their own: roles are in them
-            context = played.context.copy()
-            task = self._calls[number] = asyncio.create_task(self._call(played, message), context=context)
-            task.add_done_callback(lambda _: self._calls.pop(number, None))
-        else:
-            over = ConfigError("the rollout is over, and its client was called.")
-            self.connection.send({"op": "answer", "call": number, "error": failure_data(over)})
-
-    async def _call(self, played: _Played, message: Message) -> None:
+    async def _call(self, played: _Played | None, message: Message) -> Any:
+        if played is None or played.is_held:
+            raise ConfigError("the rollout is over, and its client was called.")
         client = played.client if message["trained"] else played.client.untrained
-        try:
-            with as_role(message["role"]):
-                response, recorded = await client.call(message["path"], message["arguments"])
-            if recorded is not None:
-                played.recorded[message["call"]] = recorded
-            told = {"response": without_tokens(plain_data(response), message["arguments"])}
-        except Exception as error:
-            told = {"error": failure_data(error)}
-        self.connection.send({"op": "answer", "call": message["call"], **told})
+        with as_role(message["role"]):
+            response, recorded = await client.call(message["path"], message["arguments"])
+        if recorded is not None:
+            played.recorded[message["ask"]] = recorded
+        return without_tokens(plain_data(response), message["arguments"])
 
-    def _on_abandon(self, message: Message) -> None:
-        task = self._calls.get(message["call"])
-        if task is None or not task.cancel():
-            # the answer was sent, and nobody reads it
-            self._on_forget_answer(message)
-
-    def _on_forget_answer(self, message: Message) -> None:
+    def on_forget_answer(self, message: Message) -> None:
         played = self._rollouts.get(message["rollout"])
         recorded = played.recorded.pop(message["call"], None) if played is not None else None
         if played is not None and recorded is not None:
@@ -401,7 +350,7 @@ class RemoteWorkers:
     def load_message(self) -> dict[str, Any]:
         levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("root", "verifiers")}
         return {
-            "op": "load", "factories": self._factories, "levels": levels,
+            "factories": self._factories, "levels": levels,
             "sys_path": [path for path in sys.path if isinstance(path, str)], "blocked_s": self.blocked_s,
         }  # fmt: skip
 
@@ -562,7 +511,7 @@ class _Pool:
             # a group is scored in one worker: where its connection is lost, wait for its end
             if holder is None:
                 ready = [link for link in self._links if link.may_play]
-                loading = any(link.running is not None and not link.ready.done() for link in self._links)
+                loading = any(link.running is not None and not link.is_ready for link in self._links)
                 self._is_starting = self._is_starting and (loading or not ready)
                 free = [link for link in ready if link.in_play < self._workers.multiplex]
                 if self._is_starting:
@@ -592,20 +541,21 @@ class _Pool:
 
     async def _live(self, number: int) -> None:
         """Start a worker and see to its end; start the next one where it was not to end."""
-        link = WorkerLink(number, self._note_change)
+        link = WorkerLink(number, self._wake)
         self._links.append(link)
         reason, no_room, is_late = "could not be started", False, False
         try:
             running = link.running = await self._engine.start(link)
             try:
-                link.connection.send(self._workers.load_message())
-                done, _ = await asyncio.wait((link.ready, link.lost), timeout=_START_S, return_when="FIRST_COMPLETED")
+                loaded = link.connection.ask("load", **self._workers.load_message())
+                done, _ = await asyncio.wait((loaded, link.lost), timeout=_START_S, return_when="FIRST_COMPLETED")
                 is_late = not done
-                if link.ready.done():
+                if loaded.done():
+                    self._note_load(link, loaded)
                     await link.lost
             finally:
                 link.connection.send({"op": "close"})
-                if not link.ready.done():
+                if not link.is_ready:
                     # it imports, and reads nothing meanwhile
                     running.kill()
                 reason = await _reap(running)
@@ -621,21 +571,23 @@ class _Pool:
         if self._is_closing or self._failure is not None:
             return
         logger.warning("worker %d %s.", number, reason)
-        if no_room and not any(link.ready.done() for link in self._links):
+        if no_room and not any(link.is_ready for link in self._links):
             self._fail(ConfigError(f"rollout worker {number} {reason}."))
             return
         if not no_room:
             # one without room waits on while others play
-            self._failed_starts = 0 if link.ready.done() else self._failed_starts + 1
+            self._failed_starts = 0 if link.is_ready else self._failed_starts + 1
         if self._failed_starts < _MOST_FAILED_STARTS:
             self._own(self._live(number))
             return
         text = f"{self._failed_starts} rollout workers ended at their start; worker {number} {reason}."
         self._fail(ConfigError(text))
 
-    def _note_change(self, link: WorkerLink) -> None:
-        if link.failure is not None:
-            self._fail(ConfigError(f"a rollout worker could not load its environment: {link.failure}"))
+    def _note_load(self, link: WorkerLink, loaded: asyncio.Future[Any]) -> None:
+        if (error := loaded.exception()) is not None:
+            self._fail(ConfigError(f"a rollout worker could not load its environment: {error}"))
+            return
+        link.is_ready = True
         self._wake()
 
     def _wake(self) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import itertools
 import logging
 import pickle
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verifiers.concurrency import own_cancels_fail
@@ -27,7 +26,7 @@ from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, p
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import begin_state, blames_policy, credit_of_steps, relaxed_gc
 from verifiers.types import RolloutKey, State
-from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data
+from verifiers.workers.connection import ROW_FIELDS, Connection, failure_data
 
 Message = Mapping[str, Any]
 
@@ -47,41 +46,26 @@ _ONE_TRY = RetryPolicy(max_attempts=1)
 class ModelCalls:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
 
     async def call(self, rollout: int, path: str, arguments: Mapping[str, Any], *, trained: bool) -> tuple[int, Any]:
         """Return the number and the answer of a call, or raise what it raised on rank 0.
 
         A call is `trained` where it is of the policy, and part of the rollout.
         """
-        number = next(self._numbers)
         plain = given_arguments(arguments)
         if type(plain.get("timeout")).__name__ == "Timeout":
             # the SDK's, of which a backend reads this
             plain["timeout"] = plain["timeout"].read
         if plain.get("messages") is not None:
             plain["messages"] = request_body(plain)["messages"]
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        told = {"rollout": rollout, "path": path, "arguments": plain, "trained": trained, "role": present_role()}
+        asked = self._connection.ask("call", **told)
         try:
-            asked = {"call": number, "rollout": rollout, "path": path, "arguments": plain, "trained": trained}
-            asked["role"] = present_role()
-            self._connection.send({"op": "call", **asked})
-            return number, await answer
+            return asked.number, await asked
         except asyncio.CancelledError:
-            self._connection.send({"op": "abandon", "call": number, "rollout": rollout})
+            # an answer that is on its way is read by nobody
+            self.forget(rollout, asked.number)
             raise
-        finally:
-            del self._waiting[number]
-
-    def answer(self, message: Mapping[str, Any]) -> None:
-        waiting = self._waiting.get(message["call"])
-        if waiting is None or waiting.done():
-            return
-        if "error" in message:
-            waiting.set_exception(error_from(message["error"]))
-        else:
-            waiting.set_result(message["response"])
 
     def forget(self, rollout: int, number: int) -> None:
         self._connection.send({"op": "forget_answer", "rollout": rollout, "call": number})
@@ -150,11 +134,10 @@ class RolloutWorker:
 
     def __init__(self, prepare: Callable[[RolloutWorker, Message], None]) -> None:
         self.ended = asyncio.Event()
-        self.connection = Connection(self._take, self.ended.set)
+        self.connection = Connection(self)
         self.calls = ModelCalls(self.connection)
         self._envs: list[Any] = []
         self._held: dict[int, State] = {}
-        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.guards = contextlib.ExitStack()
         self._prepare = prepare
 
@@ -167,59 +150,33 @@ class RolloutWorker:
                 await self._close()
 
     async def _close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self.connection.cancel_work(), return_exceptions=True)
         for env in self._envs:
             await run_teardown(env)
         await self.connection.close()
 
-    def start_task(self, kind: str, number: int, work: Awaitable[None]) -> None:
-        """Begin work that rank 0 may cancel by this kind and number."""
-        task = self._tasks[kind, number] = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _: self._tasks.pop((kind, number), None))
+    # -- what rank 0 asks and tells -------------------------------------------------------------------------------
 
-    # -- what rank 0 sends ----------------------------------------------------------------------------------------
+    def on_lost(self) -> None:
+        self.ended.set()
 
-    def _take(self, message: Message) -> None:
-        getattr(self, f"_on_{message['op']}")(message)
+    def on_close(self, _: Message) -> None:
+        self.ended.set()
 
-    def _on_load(self, message: Message) -> None:
+    def on_drop(self, message: Message) -> None:
+        self._held.pop(message["rollout"], None)
+
+    async def on_load(self, message: Message) -> None:
         self._prepare(self, message)
         try:
             for each in message["factories"]:
                 self._envs.append(pickle.loads(base64.b64decode(each))())
         except (Exception, SystemExit) as error:
             failed = EnvironmentLoadError(f"{type(error).__name__}: {error}")
-            self.connection.send({"op": "failed", "error": failure_data(failed.with_traceback(error.__traceback__))})
-            return
-        self.connection.send({"op": "ready"})
+            raise failed.with_traceback(error.__traceback__) from None
 
-    def _on_play(self, message: Message) -> None:
-        self.start_task("play", message["rollout"], self._play(message))
-
-    def _on_cancel(self, message: Message) -> None:
-        kind, number = message["kind"], message["number"]
-        task = self._tasks.get((kind, number))
-        if task is not None:
-            task.cancel()
-        if kind == "play":
-            self._held.pop(number, None)
-
-    def _on_answer(self, message: Message) -> None:
-        self.calls.answer(message)
-
-    def _on_score(self, message: Message) -> None:
-        self.start_task("score", message["score"], self._score(message))
-
-    def _on_close(self, _: Message) -> None:
-        self.ended.set()
-
-    # -- rollouts -------------------------------------------------------------------------------------------------
-
-    async def _play(self, message: Message) -> None:
-        """Play a rollout and tell what came of it; its limits are rank 0's."""
+    async def on_play(self, message: Message) -> Message:
+        """Play a rollout and return what came of it; its limits are rank 0's."""
         number, row, model = message["rollout"], message["row"], message["model"]
         client = WorkerClient(self.calls, number, model, message["base_url"], message["api_key"])
         request = RolloutRequest(RolloutKey(*message["key"]), **row)
@@ -243,52 +200,35 @@ class RolloutWorker:
                 told["kept_error"] = failure_data(kept)
             else:
                 self._held[number] = state
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                # code of the environment may have done that; of what rank 0 cancels it takes what was said
+                error = RuntimeError("CancelledError: code of the environment cancelled the rollout")
             told = {"error": failure_data(error), "is_policys": blames_policy(error, client)}
             told["completion"] = _plain(state["completion"])
-        except asyncio.CancelledError:
-            # code of the environment may have cancelled it; rank 0 expects no result of what it cancels itself
-            own = RuntimeError("CancelledError: code of the environment cancelled the rollout")
-            told = {"error": failure_data(own), "is_policys": False, "completion": _plain(state["completion"])}
-            self._send_played(number, client, told)
-            raise
-        self._send_played(number, client, told)
-
-    def _send_played(self, number: int, client: WorkerClient, told: dict[str, Any]) -> None:
         told |= {"is_cut_off": client.is_cut_off, "overlong": client.overlong}
         told["is_fatal"] = client.fatal_error is not None
         if client.last_error is not None:
             told["last_error"] = failure_data(client.last_error)
-        self._send_result({"op": "done", "rollout": number, **told})
+        return told
 
-    async def _score(self, message: Message) -> None:
-        numbers = [number for number, _ in message["rollouts"]]
+    async def on_score(self, message: Message) -> list[Message]:
+        """Score rollouts that are held, and hold them no longer."""
         try:
-            states = [self._held[number] for number in numbers]
+            states = [self._held[number] for number, _ in message["rollouts"]]
             for state, (_, task) in zip(states, message["rollouts"], strict=True):
                 # as a group of environments calls it
                 state["task"] = task
-            env = self._envs[message["env"]]
             with own_cancels_fail():
-                scores = await env.rubric.score_group(states)
-        except Exception as error:
-            self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
-        else:
-            found = [
-                {"score": dict(score), "advantage": state.get("advantage"), "steps": _credit(state)}
-                for state, score in zip(states, scores, strict=True)
-            ]
-            self._send_result({"op": "scored", "score": message["score"], "scores": found})
+                scores = await self._envs[message["env"]].rubric.score_group(states)
         finally:
-            for number in numbers:
+            for number, _ in message["rollouts"]:
                 self._held.pop(number, None)
-
-    def _send_result(self, message: Message) -> None:
-        try:
-            self.connection.send(message)
-        except ValueError:
-            # a number of numpy's, or the like
-            self.connection.send(_plain(message))
+        # a reward may be a number of numpy's, or the like
+        return [
+            {"score": _plain(score), "advantage": _plain(state.get("advantage")), "steps": _plain(_credit(state))}
+            for state, score in zip(states, scores, strict=True)
+        ]
 
 
 def _credit(state: State) -> list[dict[str, Any]]:
