@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from verifiers.concurrency import threads_for
 from verifiers.envs.environment import Environment, EnvironmentOptions
-from verifiers.envs.multiturn_env import begin_turns
+from verifiers.envs.multiturn_env import add_response, begin_turns
 from verifiers.errors import AgentError, ConfigError
 from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.gateway import Gateway, gateway_of_loop
@@ -183,20 +183,15 @@ class AgentEnv(GatewayEnv):
 def _keep_calls(state: State, session: Session) -> None:
     """Put the calls that were read into a state, and the newest answer as its completion."""
     for call in session.calls:
-        choice = call.answer["choices"][0]
-        said = choice.get("message") or {"role": "assistant", "content": choice.get("text") or ""}
-        state["trajectory"].append(
-            {
-                "prompt": call.request.get("messages") or call.request.get("prompt"),
-                "completion": [said],
-                "response": WireObject(call.answer),
-            }
-        )
-        state["responses"].append(WireObject(call.answer))
+        asked, answer = call.request.get("messages"), WireObject(call.answer)
+        if asked is None:
+            add_response(state, call.request["prompt"], answer, "completion")
+        else:
+            add_response(state, asked, answer, "chat")
     steps = state["trajectory"]
-    state["turn"] = len(steps)
     if steps or session.client.is_cut_off:
-        _show_answer(state, steps[-1]["completion"][0] if steps else {})
+        said = steps[-1]["completion"] if steps else ""
+        _show_answer(state, {"content": said} if isinstance(said, str) else said[0])
 
 
 def _show_answer(state: State, message: Mapping[str, Any]) -> None:
