@@ -25,8 +25,8 @@ from verifiers.notebook import shortened
 from verifiers.sandbox.spec import RunResult
 from verifiers.types import ChatMessage, Messages, State, names_of_classic
 
-# of the call that runs: `call_tool` is not given it, and overrides may make another message of the answer
-_state_of_call: ContextVar[State | None] = ContextVar("state_of_call", default=None)
+state_of_call: ContextVar[State | None] = ContextVar("state_of_call", default=None)
+"""The state of the rollout whose tool call runs: `call_tool` and tools are not given it."""
 
 
 class ToolEnv(MultiTurnEnv):
@@ -162,7 +162,7 @@ class ToolEnv(MultiTurnEnv):
     async def _answer(
         self, call: RequestedCall, messages: Messages, state: State, kwargs: dict[str, Any]
     ) -> ChatMessage:
-        _state_of_call.set(state)  # in a task of its own
+        state_of_call.set(state)  # in a task of its own
         try:
             arguments = await self._arguments(call, messages, state, kwargs)
         except ToolError as error:
@@ -192,7 +192,7 @@ class ToolEnv(MultiTurnEnv):
                 raise error
             raise wrapped from error
         self.logger.debug("a tool call failed: %r", error)
-        if (state := _state_of_call.get()) is not None:
+        if (state := state_of_call.get()) is not None:
             state.setdefault("tool_call_errors", []).append(f"{type(error).__name__}: {error}")
         return {"role": "tool", "content": self.error_formatter(error) or repr(error), "tool_call_id": call_id}
 

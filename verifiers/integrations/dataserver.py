@@ -277,7 +277,7 @@ def rank_of_process() -> int:
 
 
 _PAGE = 512
-_REMEMBERED_PARTS = 64
+_REMEMBERED_BLOCKS = 64
 
 
 def load_environment(url: str, **options: Any) -> RemoteEnv:
@@ -402,25 +402,24 @@ class RemoteRows(StagedRows):
         self._prompts = [_mark(row) for of_dataset in rows.values() for row in of_dataset]
         self._server = server
         self._max_batch = meta.limits.max_batch
-        self._known: dict[PlannedBlock, list[int]] = {}
-        self._steps: dict[int, int] = {}
+        # newest blocks, as they were drawn
+        self._drawn: dict[int, tuple[PlannedBlock, list[int]]] = {}
 
     def example_ids(self, block: PlannedBlock) -> list[int]:
-        found = self._known.get(block)
-        if found is None:
-            found = []
-            for body in sample_requests(block, self.curriculum, self._max_batch):
-                found += map(self._example_id, self._server.samples(body))
-            self._known[block], self._steps[block.block_id] = found, block.optimizer_step
-            _forget_oldest(self._known)
-            _forget_oldest(self._steps)
+        known, found = self._drawn.get(block.block_id, (None, []))
+        if known != block:
+            bodies = sample_requests(block, self.curriculum, self._max_batch)
+            found = [self._example_id(sample) for body in bodies for sample in self._server.samples(body)]
+            self._drawn[block.block_id] = block, found
+            if len(self._drawn) > _REMEMBERED_BLOCKS:
+                del self._drawn[next(iter(self._drawn))]
         return found
 
     def drawn_for(self, block_id: int) -> dict[str, int]:
         """Return the optimizer step and the seed with which a block was drawn; empty where it was not, here."""
-        if block_id not in self._steps:
+        if block_id not in self._drawn:
             return {}
-        return {"optimizer_step": self._steps[block_id], "seed": self.curriculum.seed}
+        return {"optimizer_step": self._drawn[block_id][0].optimizer_step, "seed": self.curriculum.seed}
 
     def _example_id(self, sample: Mapping[str, Any]) -> int:
         name, _, row = str(sample["sample_id"]).rpartition(":")
@@ -437,11 +436,6 @@ class RemoteRows(StagedRows):
 def _mark(row: Mapping[str, Any]) -> int:
     """Return a number that tells a row's prompt from others, in this process."""
     return hash(json.dumps(row["prompt"]))
-
-
-def _forget_oldest(remembered: dict[Any, Any]) -> None:
-    if len(remembered) > _REMEMBERED_PARTS:
-        remembered.pop(next(iter(remembered)))
 
 
 def sample_requests(block: PlannedBlock, curriculum: Curriculum, most: int) -> Iterable[dict[str, Any]]:

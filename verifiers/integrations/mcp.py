@@ -14,20 +14,19 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from verifiers.concurrency import gather_owned
 from verifiers.envs.lifecycle import cleanup, teardown
-from verifiers.envs.tool_env import ToolEnv
+from verifiers.envs.tool_env import ToolEnv, state_of_call
 from verifiers.envs.tools import Tool, tool_definition
 from verifiers.errors import ConfigError, InfraError, ToolCallError
 from verifiers.inference.wire import whole_characters
 from verifiers.installation import install_hint
 from verifiers.loop_thread import run_blocking
 from verifiers.notebook import shortened
-from verifiers.types import Messages, State
+from verifiers.types import State
 
 if TYPE_CHECKING:
     from mcp import types as mcp_types
@@ -327,9 +326,6 @@ _LONGEST_NAME = 64  # of a function in OpenAI's API
 
 _Connections = Mapping[str, MCPConnection]
 
-# the own servers of the rollout that calls a tool; tasks inherit it
-_of_this_rollout: ContextVar[_Connections | None] = ContextVar("_of_this_rollout", default=None)
-
 
 class MCPEnv(ToolEnv):
     """A ToolEnv with the tools of MCP servers, over stdio or streamable HTTP.
@@ -404,13 +400,6 @@ class MCPEnv(ToolEnv):
             state["oai_tools"] = self.oai_tools
         return state
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        token = _of_this_rollout.set(state.get("mcp_connections"))
-        try:
-            return await super().env_response(messages, state, **kwargs)
-        finally:
-            _of_this_rollout.reset(token)
-
     @cleanup
     async def close_rollout_servers(self, state: State) -> None:
         await _close_all(state.pop("mcp_connections", {}))
@@ -467,7 +456,7 @@ class MCPEnv(ToolEnv):
         (config,) = (config for config in self.mcp_servers if config.name == server)
         if self.scope == "process":
             connection = await self._shared_connection(config)
-        elif (own := _of_this_rollout.get()) is not None:
+        elif (own := (state_of_call.get() or State()).get("mcp_connections")) is not None:
             connection = own[server]
         else:
             raise ConfigError("scope is 'rollout', so the tools can be called in a rollout only.")
