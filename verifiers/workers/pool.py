@@ -552,6 +552,7 @@ class _Pool:
                 is_late = not done
                 if loaded.done():
                     self._note_load(link, loaded)
+                if link.is_ready:
                     await link.lost
             finally:
                 link.connection.send({"op": "close"})
