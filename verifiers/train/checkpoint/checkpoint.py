@@ -21,7 +21,6 @@ from verifiers.envs.datasets import row_fields
 from verifiers.errors import CheckpointError
 from verifiers.monitoring.run_log import replace_file
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.batching.advantages import plain_advantage
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
 _HASHED_ROWS = 1000
@@ -247,7 +246,7 @@ def save_pending_blocks(directory: Path, blocks: Iterable[ScoredBlock]) -> None:
     """Write blocks into a checkpoint that is not marked complete yet."""
     with open(directory / PENDING_BLOCKS, "w") as file:
         for block in blocks:
-            json.dump(_block(block), file, default=str)
+            json.dump(block, file, default=_plain)
             file.write("\n")
 
 
@@ -266,81 +265,40 @@ def load_pending_blocks(directory: str | Path) -> list[ScoredBlock]:
         ) from error
 
 
-def _block(block: ScoredBlock) -> dict[str, Any]:
-    return {
-        "block_id": block.block_id,
-        "policy_version": block.policy_version,
-        "generation_s": block.generation_s,
-        "groups": [[_rollout(rollout) for rollout in group.rollouts] for group in block.groups],
-        "filtered": [[_rollout(rollout) for rollout in group.rollouts] for group in block.filtered],
-    }
+_NOT_KEPT = ("info", "refusal", "state", "exception")
+"""Fields of a rollout and its failure that nothing reads once it is scored."""
+
+
+def _plain(value: Any) -> Any:
+    """Return as JSON what json itself does not know: a dataclass by its fields, an array as a list."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.name not in _NOT_KEPT]
+        return {name: getattr(value, name) for name in names}
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _block_from(saved: dict[str, Any]) -> ScoredBlock:
-    block_id = int(saved["block_id"])
-
-    def groups(name: str) -> list[Group]:
-        found = [[_rollout_from(block_id, one) for one in group] for group in saved[name]]
-        return [Group(rollouts[0].key.example_id, rollouts) for rollouts in found]
-
-    return ScoredBlock(
-        block_id, groups("groups"), saved["policy_version"], saved["generation_s"], filtered=groups("filtered")
+    groups, filtered = (
+        [Group(group["example_id"], [_rollout_from(one) for one in group["rollouts"]]) for group in saved[name]]
+        for name in ("groups", "filtered")
     )
+    return ScoredBlock(**{**saved, "groups": groups, "filtered": filtered})
 
 
-_SAME = (
-    "prompt",
-    "completion",
-    "answer",
-    "task",
-    "reward",
-    "metrics",
-    "forks",
-    "turns",
-    "turn_rewards",
-    "turn_advantages",
-    "role_rewards",
-    "attempts",
-)
-"""Fields of a rollout that are JSON as they are."""
-
-
-def _rollout(rollout: Rollout) -> dict[str, Any]:
-    failure, timing, usage = rollout.failure, rollout.timing, rollout.usage
-    return {
-        "key": [rollout.key.example_id, rollout.key.generation],
-        "outcome": rollout.outcome.value,
-        **{name: getattr(rollout, name) for name in _SAME},
-        "rows": [_row(row) for row in rollout.rows],
-        "advantage": plain_advantage(rollout.advantage),
-        "failure": [failure.kind, failure.text] if failure is not None else None,
-        "timing": [timing.queued_s, timing.generation_s, timing.scoring_s],
-        "usage": [usage.prompt_tokens, usage.completion_tokens],
-    }
-
-
-def _row(row: TokenSequence) -> list[Any]:
-    columns = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    columns["turn_lengths"] = row.turn_lengths.items()
-    return [value if value is None or isinstance(value, str | int) else list(value) for value in columns.values()]
-
-
-def _row_from(*saved: Any) -> TokenSequence:
-    *columns, lengths = saved
-    row = TokenSequence(*columns)
-    row.turn_lengths, row.images = dict(lengths), tuple(row.images)
-    return row
-
-
-def _rollout_from(block_id: int, saved: dict[str, Any]) -> Rollout:
+def _rollout_from(saved: dict[str, Any]) -> Rollout:
     failure = saved["failure"]
-    return Rollout(
-        RolloutKey(block_id, *saved["key"]),
-        Outcome(saved["outcome"]),
-        rows=[_row_from(*row) for row in saved["rows"]],
-        advantage=saved["advantage"],
-        failure=Failure(*failure) if failure is not None else None,
-        timing=Timing(*saved["timing"]),
-        usage=Usage(*saved["usage"]),
-        **{name: saved[name] for name in _SAME},
-    )
+    made = {
+        "key": RolloutKey(**saved["key"]),
+        "outcome": Outcome(saved["outcome"]),
+        "rows": [_row_from(row) for row in saved["rows"]],
+        "failure": None if failure is None else Failure(**failure),
+        "timing": Timing(**saved["timing"]),
+        "usage": Usage(**saved["usage"]),
+    }
+    return Rollout(**{**saved, **made})
+
+
+def _row_from(saved: dict[str, Any]) -> TokenSequence:
+    # JSON has no numbers as keys, and no tuples
+    lengths = {int(turn): count for turn, count in saved["turn_lengths"].items()}
+    return TokenSequence(**{**saved, "turn_lengths": lengths, "images": tuple(saved["images"])})
