@@ -2,54 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the train extra")
-pytest.importorskip("trl", reason="needs the train extra")
+pytest.importorskip("transformers", reason="needs the train extra")
 
 from verifiers.train.tiny_model import char_model, warm_start  # noqa: E402
 
 
-class Rate:
-    """Stands in for an optimizer and its schedule."""
+def test_a_jump_over_the_window_is_taken_back_with_half_the_learning_rate() -> None:
+    """The weight is the number of steps since the last jump was taken back to what was kept."""
+    network = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(network.weight)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    found = {20: 0.0, 40: 0.1, 45: 0.9, 46: 0.2, 50: 0.35}
+    weights: dict[int, float] = {}
+    taken = 0
 
-    def __init__(self) -> None:
-        self.param_groups = [{"lr": 1.0}]
-        self.base_lrs = [1.0]
-        self.state: dict[str, Any] = {"momentum": 1}
-
-
-def drive(accuracies: list[float], window: tuple[float, float]) -> tuple[Any, Any, Rate, int]:
-    """Play a run whose weight equals the number of the last evaluation, until it is stopped."""
-    network, rate = torch.nn.Linear(1, 1, bias=False), Rate()
-    stop = warm_start.StopInWindow(network, None, [("q", "a")], window)
-    control = SimpleNamespace(should_training_stop=False)
-    answers, step = iter(accuracies), 0
-    evaluations = 0
+    def steps() -> Iterator[None]:
+        nonlocal taken
+        while taken < 100:
+            taken += 1
+            with torch.no_grad():
+                network.weight += 1
+            yield
 
     def measure() -> float:
-        nonlocal evaluations
-        evaluations += 1
-        with torch.no_grad():
-            network.weight.fill_(evaluations)
-        return next(answers)
+        weights[taken] = network.weight.item()
+        return found[taken]
 
-    with mock.patch.object(stop, "_measure", measure):
-        while not control.should_training_stop:
-            step += 1
-            stop.on_step_end(None, SimpleNamespace(global_step=step), control, optimizer=rate, lr_scheduler=rate)
-    return stop, network, rate, step
+    assert warm_start.train_into_window(network, optimizer, steps(), measure, (0.3, 0.4)) == (0.35, 50)
+    assert weights == {20: 20, 40: 40, 45: 45, 46: 41, 50: 45}
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_jump_over_the_window_is_taken_back_with_half_the_learning_rate() -> None:
-    stop, network, rate, _ = drive([0.0, 0.1, 0.9, 0.35], (0.3, 0.4))
-    assert (stop.accuracy, rate.base_lrs, rate.state) == (0.35, [0.5], {})
-    assert network.weight.item() == 4.0
+def test_steps_that_end_before_the_window_give_no_model() -> None:
+    network = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    assert warm_start.train_into_window(network, optimizer, range(30), lambda: 0.0, (0.3, 0.4)) is None
 
 
 @pytest.mark.slow

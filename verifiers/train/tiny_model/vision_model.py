@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ def show_answers(
 
     from verifiers.images import image_bytes, image_urls
     from verifiers.train.image_processor import ImageProcessor
+    from verifiers.train.tiny_model.warm_start import supervised_steps
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = Qwen3VLForConditionalGeneration.from_pretrained(directory)
@@ -135,21 +136,12 @@ def show_answers(
         # before a tool is called there is none
         ids, images = processor.read(text, held) if held else (tokenizer.encode(text), None)
         rows.append((ids, tokenizer.encode(answer + tokenizer.eos_token), images))
-    dice = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    loss = torch.tensor(0.0)
-    for _ in range(steps):
-        batch = dice.sample(rows, batch_size)
-        width = max(len(ids) + len(answer) for ids, answer, _ in batch)
-        padded = [ids + answer + [0] * (width - len(ids) - len(answer)) for ids, answer, _ in batch]
-        mask = [[1] * (len(ids) + len(answer)) + [0] * (width - len(ids) - len(answer)) for ids, answer, _ in batch]
-        labels = [[-100] * len(ids) + answer + [-100] * (width - len(ids) - len(answer)) for ids, answer, _ in batch]
-        ids_RT = torch.tensor(padded)
-        given = processor.inputs(ids_RT, [images for *_, images in batch], ids_RT.device)
-        loss = model(input_ids=ids_RT, attention_mask=torch.tensor(mask), labels=torch.tensor(labels), **given).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def further(ids_RT: torch.Tensor, shown: list[Any]) -> dict[str, torch.Tensor]:
+        return processor.inputs(ids_RT, shown, ids_RT.device)
+
+    trained = supervised_steps(model, rows, optimizer, seed=seed, batch_size=batch_size, further=further)
+    *_, loss = islice(trained, steps)
     model.save_pretrained(directory)
-    return float(loss.detach())
+    return loss

@@ -1,11 +1,11 @@
 """A short supervised start, so that reinforcement learning has something to reinforce.
 
-The model is shown the answers of a small part of the training words, with TRL's SFTTrainer, until it solves between a
-quarter and a half of *other* words: greedy exact match, with or without `<answer>` tags. The window is sharp (a model
-of this size goes from 0.1 to 0.9 within some steps), so accuracy is measured every few steps, and a jump over the
-window is taken back and repeated with half the learning rate. Few words are shown, because a model that has seen few
-is sure of what it says: its samples are nearly as good as its greedy answers, and groups of samples differ where
-there is something to learn.
+The model is shown the answers of a small part of the training words until it solves between a quarter and a half of
+*other* words: greedy exact match, with or without `<answer>` tags. The window is sharp (a model of this size goes
+from 0.1 to 0.9 within some steps), so accuracy is measured every few steps, and a jump over the window is taken back
+and repeated with half the learning rate. Few words are shown, because a model that has seen few is sure of what it
+says: its samples are nearly as good as its greedy answers, and groups of samples differ where there is something to
+learn.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verifiers.train.tiny_model.char_model import make_model
 
@@ -70,100 +71,98 @@ def warm_start(
     Raises:
         RuntimeError: the window was not met within `max_steps`.
     """
-    from trl import SFTConfig, SFTTrainer
-
     started = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    stop = StopInWindow(model, tokenizer, eval_pairs, window, tools)
-    offered = {"tools": list(tools)} if tools else {}
     rows = [
-        {"prompt": _messages(question), "completion": [{"role": "assistant", "content": answer}], **offered}
+        (tokenizer.encode(_prompt(tokenizer, question, tools)), tokenizer.encode(answer + tokenizer.eos_token), None)
         for question, answer in shown
     ]
-    args = SFTConfig(
-        output_dir=str(out_dir),
-        seed=seed,
-        max_steps=max_steps,
-        learning_rate=learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=20,
-        per_device_train_batch_size=64,
-        adam_beta2=0.95,
-        completion_only_loss=True,
-        activation_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        report_to="none",
-    )
-    trainer = SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(stop)
-    trainer.train()
-    if stop.accuracy is None:
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    questions, wanted = zip(*eval_pairs, strict=True)
+    most_tokens = max(map(len, wanted)) + 7
+
+    def measure() -> float:
+        answers = greedy_answers(model, tokenizer, questions, max_new_tokens=most_tokens, tools=tools)
+        right = sum(_untagged(one) == _untagged(other) for one, other in zip(answers, wanted, strict=True))
+        return right / len(wanted)
+
+    trained = islice(supervised_steps(model, rows, optimizer, seed=seed, batch_size=64), max_steps)
+    found = train_into_window(model, optimizer, trained, measure, window)
+    if found is None:
         raise RuntimeError(
             f"the warm start did not reach an accuracy in {window} within {max_steps} steps; try another seed."
         )
-    # SFTTrainer patches the model's forward, so the weights are written through a fresh copy
-    clean = AutoModelForCausalLM.from_pretrained(model_dir)
-    clean.load_state_dict(model.state_dict())
-    clean.save_pretrained(out_dir)
+    model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
-    return WarmStartResult(stop.accuracy, trainer.state.global_step, time.perf_counter() - started)
+    return WarmStartResult(*found, time.perf_counter() - started)
 
 
-class StopInWindow(TrainerCallback):
-    """A callback that measures accuracy every few steps, stops inside the window, and takes a jump over it back."""
+def supervised_steps(
+    model: Any,
+    rows: Sequence[tuple[list[int], list[int], Any]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    seed: int,
+    batch_size: int,
+    further: Callable[[torch.Tensor, list[Any]], dict[str, torch.Tensor]] = lambda ids_RT, shown: {},
+) -> Iterator[float]:
+    """Train on the answers of rows that are drawn, step after step, without end; yield each step's loss.
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        pairs: Sequence[tuple[Question, str]],
-        window: tuple[float, float],
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self.accuracy: float | None = None
-        self._model, self._tokenizer, self._pairs, self._tools = model, tokenizer, pairs, tools
-        self._low, self._high = window
-        self._most_tokens = max(len(answer) for _, answer in pairs) + 7
-        self._every = 20
-        self._kept: dict[str, torch.Tensor] | None = None
+    Args:
+        rows: the ids of a prompt, those of its answer, and what it shows beside them.
+        further: makes of the batch's ids, and what its rows show, further arguments of the model.
+    """
+    dice = random.Random(seed)
+    while True:
+        batch = dice.sample(rows, min(batch_size, len(rows)))
+        ids_RT = _padded([ids + answer for ids, answer, _ in batch], 0)
+        mask_RT = _padded([[1] * len(ids + answer) for ids, answer, _ in batch], 0)
+        labels_RT = _padded([[-100] * len(ids) + answer for ids, answer, _ in batch], -100)
+        given = further(ids_RT, [shown for *_, shown in batch])
+        loss = model(input_ids=ids_RT, attention_mask=mask_RT, labels=labels_RT, **given).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(loss.detach())
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if state.global_step % self._every:
-            return control
-        accuracy = self._measure()
-        if accuracy > self._high:
-            self._take_back(kwargs["optimizer"], kwargs["lr_scheduler"])
-            return control
-        self._kept = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
-        if accuracy >= self._low:
-            self.accuracy = accuracy
-            control.should_training_stop = True
-        elif accuracy > 0.02:
-            self._every = 5
-        return control
 
-    def _measure(self) -> float:
-        questions, wanted = zip(*self._pairs, strict=True)
-        answers = greedy_answers(
-            self._model, self._tokenizer, questions, max_new_tokens=self._most_tokens, tools=self._tools
-        )
-        right = sum(_untagged(one) == _untagged(other) for one, other in zip(answers, wanted, strict=True))
-        return right / len(self._pairs)
+def _padded(rows: list[list[int]], filling: int) -> torch.Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=filling)
 
-    def _take_back(self, optimizer: Any, scheduler: Any) -> None:
-        if self._kept is not None:
-            self._model.load_state_dict(self._kept)
-        scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]
+
+def train_into_window(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[Any],
+    measure: Callable[[], float],
+    window: tuple[float, float],
+) -> tuple[float, int] | None:
+    """Train until the accuracy lies in a window; return it and the steps taken, None where they end before.
+
+    The learning rate rises over 20 steps. A jump over the window is taken back.
+    """
+    (rate,) = {group["lr"] for group in optimizer.param_groups}
+    every = 20
+    kept: dict[str, torch.Tensor] | None = None
+    for step, _ in enumerate(steps, 1):
+        if step % every == 0:
+            accuracy = measure()
+            if accuracy > window[1]:
+                if kept is not None:
+                    model.load_state_dict(kept)
+                rate /= 2
+                optimizer.state.clear()
+                every = max(1, every // 2)
+            elif accuracy >= window[0]:
+                return accuracy, step
+            else:
+                kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                every = 5 if accuracy > 0.02 else every
         for group in optimizer.param_groups:
-            group["lr"] /= 2
-        optimizer.state.clear()
-        self._every = max(1, self._every // 2)
+            group["lr"] = rate * min(1.0, step / 20)
+    return None
 
 
 def spelling_pairs(count: int, seed: int) -> list[tuple[str, str]]:
@@ -218,12 +217,7 @@ def greedy_answers(
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """Return the model's greedy answer to each question, in one batch, left-padded."""
-    prompts = [
-        tokenizer.apply_chat_template(
-            _messages(question), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
-        for question in questions
-    ]
+    prompts = [_prompt(tokenizer, question, tools) for question in questions]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     inputs.pop("token_type_ids", None)
     was_training = model.training
@@ -233,10 +227,12 @@ def greedy_answers(
     return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def _messages(question: Question) -> list[dict[str, Any]]:
-    if isinstance(question, str):
-        return [{"role": "user", "content": question}]
-    return [dict(message) for message in question]
+def _prompt(tokenizer: Any, question: Question, tools: Sequence[Mapping[str, Any]]) -> str:
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*map(dict, question)]
+    text: str = tokenizer.apply_chat_template(
+        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+    )
+    return text
 
 
 def _untagged(answer: str) -> str:
