@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -331,7 +332,7 @@ class PoolsPolicy:
         names = self.datasets or tuple(sizes)
         self._prompts = [(name, row) for name in names for row in range(sizes[name])]
         self._numbers = {prompt: number for number, prompt in enumerate(self._prompts)}
-        self._restart({})
+        self._pool_of: dict[int, int] = {}
 
     def check_block(self, count: int) -> None:
         if count > len(self._prompts):
@@ -343,25 +344,22 @@ class PoolsPolicy:
     def draw(self, block_id: int, count: int) -> list[Prompt]:
         self.check_block(count)
         chance = random.Random(f"{self.seed}:{block_id}")
-        wanted = self._wanted(block_id, count)
-        picked = [
-            number
-            for members, part in zip(self._members, wanted, strict=True)
-            for number in chance.sample(members, part)
-        ]
-        return [self._prompts[number] for number in picked]
+        members = self._members()
+        wanted = self._wanted([*map(len, members)], block_id, count)
+        picked = [chance.sample(held, part) for held, part in zip(members, wanted, strict=True)]
+        return [self._prompts[number] for number in itertools.chain(*picked)]
 
     def learn(self, rates: Mapping[Prompt, float]) -> None:
         for prompt, rate in rates.items():
             number = self._numbers.get(prompt)
             if number is not None:
-                self._move(number, bisect.bisect_left([pool.up_to for pool in self.pools], rate))
+                self._pool_of[number] = bisect.bisect_left([pool.up_to for pool in self.pools], rate)
 
     def state(self) -> dict[str, Any]:
         return {"pools": sorted(self._pool_of.items())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._restart({int(number): int(pool) for number, pool in state["pools"]})
+        self._pool_of = {int(number): int(pool) for number, pool in state["pools"]}
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -375,34 +373,23 @@ class PoolsPolicy:
     def metrics(self) -> dict[str, float]:
         held = {
             f"curriculum/pool/{pool.name}": float(len(members))
-            for pool, members in zip(self.pools, self._members, strict=True)
+            for pool, members in zip(self.pools, self._members(), strict=True)
         }
         return {**held, "curriculum/prompts_seen": float(len(self._pool_of))}
 
-    @property
-    def _unseen(self) -> int:
-        return [pool.name for pool in self.pools].index(self.unseen)
-
-    def _restart(self, pool_of: dict[int, int]) -> None:
-        self._pool_of = pool_of
-        self._members: list[list[int]] = [[] for _ in self.pools]
-        # sorted, so that what is drawn depends on who is in a pool and not on when each came
+    def _members(self) -> list[list[int]]:
+        """Return the numbers of each pool's prompts, in their order, whenever each came there."""
+        unseen = [pool.name for pool in self.pools].index(self.unseen)
+        members: list[list[int]] = [[] for _ in self.pools]
         for number in range(len(self._prompts)):
-            self._members[pool_of.get(number, self._unseen)].append(number)
+            members[self._pool_of.get(number, unseen)].append(number)
+        return members
 
-    def _move(self, number: int, pool: int) -> None:
-        old = self._pool_of.get(number, self._unseen)
-        self._pool_of[number] = pool
-        if old != pool:
-            members = self._members[old]
-            del members[bisect.bisect_left(members, number)]
-            bisect.insort(self._members[pool], number)
-
-    def _wanted(self, block_id: int, count: int) -> list[int]:
+    def _wanted(self, held: Sequence[int], block_id: int, count: int) -> list[int]:
         """Return how many prompts each pool gives: by weight among those that still have some."""
         wanted = [0] * len(self.pools)
         while (missing := count - sum(wanted)) > 0:
-            free = [len(members) - part for members, part in zip(self._members, wanted, strict=True)]
+            free = [number - part for number, part in zip(held, wanted, strict=True)]
             weights = [pool.weight if left else 0.0 for pool, left in zip(self.pools, free, strict=True)]
             # where only pools without weight hold prompts, they count alike
             whole = whole_weights(tuple(weights)) if any(weights) else [int(left > 0) for left in free]
