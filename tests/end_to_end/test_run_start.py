@@ -16,7 +16,7 @@ import tiny_world
 
 import verifiers as vf
 from verifiers.cli.train import main
-from verifiers.errors import CheckpointError
+from verifiers.errors import CheckpointError, WeightSyncError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.run_directory import newest_complete, visible_checkpoint
@@ -102,6 +102,19 @@ def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(
     assert "no checkpoint before step 1 (save_steps=2): set save_steps\n" in capsys.readouterr().out
     assert [record["block_id"] for record in read_block_log(aside(tmp_path))] == [0, 1]
     tiny_world.assert_block_log_is_whole(tmp_path, second.plan)
+
+
+def test_nothing_is_moved_for_a_run_that_finds_no_servers_and_the_next_one_may_start(
+    trainer_in: Make, make_fake_trainer: Make, tmp_path: Path
+) -> None:
+    trainer_in(tmp_path, max_steps=2).train()
+    nobody = "http://127.0.0.1:9/v1"
+    with pytest.raises(WeightSyncError):
+        make_fake_trainer(tiny_world.single_turn(), nobody, output_dir=tmp_path, server_wait=0.3).train()
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    assert not aside(tmp_path).exists()
+    trainer_in(tmp_path, max_steps=1).train()
+    assert checkpoints(aside(tmp_path)) == ["checkpoint-2"]
 
 
 @pytest.mark.slow

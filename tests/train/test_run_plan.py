@@ -14,8 +14,8 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.keywords import warn_once
 from verifiers.rollouts.rollout import Group, ScoredBlock
+from verifiers.train.checkpoint.run_directory import restore_curriculum, still_planned
 from verifiers.train.config import GRPOConfig
-from verifiers.train.run_lifecycle import restore_curriculum, still_planned
 from verifiers.train.run_plan import datasets_of, plan_batches, plan_run
 
 STAGES = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["a", {"id": "b", "weight": 2}]}]})

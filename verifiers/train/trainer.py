@@ -36,7 +36,7 @@ from verifiers.train.batching.block_metrics import block_tokens, fill_completion
 from verifiers.train.batching.demonstrations import Demonstrations
 from verifiers.train.batching.rollout_session import RolloutPrefetcher, RolloutSession
 from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
-from verifiers.train.checkpoint.checkpoint import model_name
+from verifiers.train.checkpoint.checkpoint import model_name, resume_step
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
 from verifiers.train.checkpoint.weights import (
     CheckpointWeights,
@@ -67,8 +67,7 @@ from verifiers.train.models import (
     warn_of_lost_updates,
 )
 from verifiers.train.monitor import MonitorCallback, RunMonitor
-from verifiers.train.processes.distributed import Ranks, end_together
-from verifiers.train.run_lifecycle import RunLifecycle
+from verifiers.train.processes.distributed import Ranks, end_together, ended_if_stuck
 from verifiers.train.run_plan import RunPlan, plan_run, with_one_bos
 from verifiers.train.weight_sync.protocol import WeightSync, refuse_untied
 from verifiers.train.weight_sync.publisher import PolicyWeights, WeightPublisher
@@ -241,7 +240,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             checksums=self.checkpoint_weights.checksums,
             blocks=self.session.finished_blocks,
         )
-        self.lifecycle = RunLifecycle(plan, self.ranks, self.directory, self.session, self.evaluator, self.monitor)
+        self._first_step = 0
         self.loss_metrics = LossMetrics()
         self.entropy_bonus = EntropyBonus(self, self.ranks, self.loss_metrics)
         self.data_loop = DataLoop(
@@ -348,13 +347,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         def run(termination: Termination) -> Any:
             self._forget_earlier_run()
-            checkpoint = self.lifecycle.open(resume_from_checkpoint)
+            checkpoint = self._begin_run(resume_from_checkpoint)
             if checkpoint is not None and self.images is not None:
                 self.images.store.adopt(Path(checkpoint).parent / "images")
             # after every callback that may ask for a stop or a save
             self.pop_callback(self._stops_between_blocks)
             self.add_callback(self._stops_between_blocks)
-            with self.directory.rotation(), self.lifecycle.ended_if_stuck(termination):
+            with self.directory.rotation(), self._ended_if_stuck(termination):
                 trained = super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
                 self.weights.require_finite("those of a finished run")
                 return trained
@@ -365,6 +364,39 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.close,
             monitored=functools.partial(shown, self.monitor, self.callback_handler.callbacks),
         )
+
+    def _begin_run(self, asked: str | bool | None) -> str | None:
+        """Open all that a run uses and return the checkpoint's path on this rank, None for step 0."""
+        checkpoint = self.directory.choose(asked)
+        self._first_step = resume_step(checkpoint) if checkpoint else 0
+
+        def begin() -> None:
+            # servers come first: nothing is archived for a run that finds none
+            prefetcher, generator = self.session.open(), self.session.generator
+            assert generator is not None
+            prefetcher.restore(self.directory.begin(checkpoint, self.evaluator.stored.own, resumes=bool(asked)))
+            self.monitor.begin(
+                self._first_step if checkpoint else None,
+                servers=self.publisher.servers,
+                activity=generator.activity,
+                drains=prefetcher.drains,
+            )
+
+        self.ranks.on_rank_0(begin)
+        return checkpoint
+
+    def _ended_if_stuck(self, termination: Termination) -> contextlib.AbstractContextManager[None]:
+        """End rank 0 of several by a signal also inside a collective that does not end; it gives back what it can."""
+
+        def give_back(error: BaseException) -> None:
+            try:
+                self.weight_sync.close()
+            finally:
+                self.monitor.end(error)
+
+        if self.session.generator is None or self.ranks.count == 1:
+            return contextlib.nullcontext()
+        return ended_if_stuck(termination, self.session.generator.loop, give_back)
 
     def _forget_earlier_run(self) -> None:
         self.data_loop.reset()
@@ -382,14 +414,21 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.session.open()
 
     def close(self) -> None:
-        """End the generator's thread and give back what weight pushes used. May be called twice."""
-        self.lifecycle.close()
+        """End the generator's thread, give back what weight pushes used, and release the directory.
+
+        May be called twice.
+        """
+        self.evaluator.stored.own.clear()
+        # whatever one of them raises, the other is closed
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.directory.close)
+            stack.callback(self.session.close)
 
     # -- data ---------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of empty items: the data loop gives what is trained."""
-        return empty_epoch(self.plan, self.lifecycle.first_step)
+        return empty_epoch(self.plan, self._first_step)
 
     @in_stage("prepare")
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:

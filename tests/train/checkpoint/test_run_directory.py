@@ -52,7 +52,8 @@ def a_directory(root: Path, **settings: Any) -> RunDirectory:
         "metric_for_best_model": "eval_reward",
     }
     args: Any = SimpleNamespace(output_dir=root, **{**given, **settings})
-    ranks = Ranks(SimpleNamespace(wait_for_everyone=lambda: None))
+    state = {"num_processes": 1, "process_index": 0, "is_main_process": True, "wait_for_everyone": lambda: None}
+    ranks = Ranks(SimpleNamespace(**state))
     return RunDirectory(args, PLAN, ranks, None, "a model", checksums=dict, blocks=lambda: ())
 
 
@@ -64,17 +65,17 @@ def save(directory: RunDirectory, step: int, name: str = "model.safetensors") ->
 
 def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp_path: Path) -> None:
     first, other = a_directory(tmp_path), a_directory(tmp_path)
-    assert first.begin(first.choose(True), (), resumes=True) == {}
+    assert first.begin(first.choose(True), (), resumes=True) == []
     with pytest.raises(CheckpointError, match=r"another run writes to .* output_dir"):
         other.choose(None)
     save(first, 2)
     for _ in range(2):
         first.close()
     checkpoint = other.choose(True)
-    assert (checkpoint, other.begin(checkpoint, (), resumes=True)) == (
-        str(tmp_path / "checkpoint-2"),
-        {TENSORS: {}, "temperature": 1.0, "optim": "adamw_torch", "metric_for_best_model": "eval_reward"},
-    )
+    assert checkpoint == str(tmp_path / "checkpoint-2")
+    assert other.begin(checkpoint, (), resumes=True) == []
+    own = {TENSORS: {}, "temperature": 1.0, "optim": "adamw_torch", "metric_for_best_model": "eval_reward"}
+    assert extra_state(checkpoint) == own
     other.close()
 
 
@@ -342,15 +343,17 @@ def test_a_disk_without_locks_refuses_nobody(
 def test_blocks_that_were_sampled_at_another_temperature_are_not_trained(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    block = ScoredBlock(1, [Group(0, [Rollout(RolloutKey(1, 0, 0), Outcome.COMPLETED, "p", "c", reward=1.0)])])
+    (example,) = PLAN.example_ids(1)
+    block = ScoredBlock(
+        1, [Group(example, [Rollout(RolloutKey(1, example, 0), Outcome.COMPLETED, "p", "c", reward=1.0)])]
+    )
     first = a_directory(tmp_path)
     first._blocks = lambda: [block]
     save(first, 2)
     for temperature, kept in ((1.0, [1]), (0.5, [])):
         directory = a_directory(tmp_path, temperature=temperature)
         checkpoint = directory.choose(True)
-        further = directory.begin(checkpoint, (), resumes=True)
-        assert [one.block_id for one in directory.pending_blocks(str(checkpoint), further)] == kept
+        assert [one.block_id for one in directory.begin(checkpoint, (), resumes=True)] == kept
         directory.close()
     assert caplog.text.count("sampled at temperature 1 are generated again at 0.5") == 1
 

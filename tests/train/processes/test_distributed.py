@@ -108,7 +108,7 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
         return close
 
     from verifiers.train.batching.rollout_session import RolloutSession
-    from verifiers.train.run_lifecycle import RunLifecycle
+    from verifiers.train.trainer import GRPOTrainer
     from verifiers.train.weight_sync.publisher import WeightPublisher
 
     publisher = SimpleNamespace(
@@ -117,17 +117,13 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
     session = SimpleNamespace(generator=SimpleNamespace(close=closes("generator")), prefetcher=None)
     session._tracing = contextlib.ExitStack()
     session.publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
-    evaluator = SimpleNamespace(stored=SimpleNamespace(own=set()))
-    parts: Any = {
-        "plan": SimpleNamespace(source=None),
-        "ranks": None,
-        "directory": SimpleNamespace(close=closes("lock")),
-        "session": SimpleNamespace(close=lambda: RolloutSession.close(session)),
-        "evaluator": evaluator,
-        "monitor": None,
-    }
+    trainer: Any = SimpleNamespace(
+        directory=SimpleNamespace(close=closes("lock")),
+        session=SimpleNamespace(close=lambda: RolloutSession.close(session)),
+        evaluator=SimpleNamespace(stored=SimpleNamespace(own=set())),
+    )
     with pytest.raises(KeyboardInterrupt):
-        RunLifecycle(**parts).close()
+        GRPOTrainer.close(trainer)
     assert did == ["generator", "check", "weights", "lock"]
 
 

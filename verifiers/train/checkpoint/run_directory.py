@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
+from verifiers.data.row_source import ObservesBlocks
 from verifiers.errors import CheckpointError, Error
 from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES, read_run, replace_file
 from verifiers.rollouts.rollout import ScoredBlock
@@ -250,6 +251,31 @@ def note_saved(
         replace_file(path, json.dumps(run, indent=1) + "\n")
 
 
+# -- what a checkpoint has beside the weights ------------------------------------------------------------------------
+
+
+def restore_curriculum(plan: BatchPlan, further: Mapping[str, Any]) -> None:
+    """Bring an adaptive curriculum to where a checkpoint's further state stands."""
+    if not isinstance(plan.source, ObservesBlocks):
+        return
+    if "curriculum" not in further:
+        raise CheckpointError(
+            "the checkpoint holds no state of an adaptive curriculum, so it is of another run; start a new "
+            "output_dir."
+        )
+    plan.source.restore(further["curriculum"])
+
+
+def still_planned(plan: BatchPlan, blocks: Iterable[ScoredBlock]) -> list[ScoredBlock]:
+    """Return the blocks of a checkpoint whose prompts are still planned: later stages may have other datasets now."""
+    return [
+        block
+        for block in blocks
+        if block.block_id < plan.blocks
+        and set(plan.example_ids(block.block_id)) <= {group.example_id for group in (*block.groups, *block.filtered)}
+    ]
+
+
 # -- the directory while a run is in progress ------------------------------------------------------------------------
 
 
@@ -281,18 +307,27 @@ class RunDirectory:
         self._lock: Any = None
         self._block_log: BlockLog | None = None
         self._limit: int | None = None
-
-    # -- on rank 0 ------------------------------------------------------------------------------------------------
+        # for a second run of the same trainer
+        self._state_at_0 = curriculum_state(plan)
 
     def choose(self, asked: str | bool | None) -> str | None:
-        """Lock the directory and return the checkpoint that the run starts from; None for step 0.
+        """Lock the directory and return this rank's path of the checkpoint that the run starts from; None for step 0.
+
+        Every rank calls it.
 
         Args:
             asked: a checkpoint's path, True for the newest complete one here, else step 0.
 
         Raises:
-            CheckpointError: another run holds the lock, or the checkpoint cannot be resumed.
+            CheckpointError: another run holds the lock, or the checkpoint cannot be resumed or is not seen by this
+                rank.
         """
+        chosen = self._ranks.on_rank_0(lambda: self._choose_on_rank_0(asked))
+        return visible_checkpoint(chosen, self._ranks.index, self.path if asked is True else None)
+
+    # -- on rank 0 ------------------------------------------------------------------------------------------------
+
+    def _choose_on_rank_0(self, asked: str | bool | None) -> str | None:
         self._lock = lock_output_dir(self.path)
         checkpoint = newest_complete(self.path) if asked is True else asked or None
         if checkpoint is None:
@@ -300,8 +335,11 @@ class RunDirectory:
         check_resumable(checkpoint, self._plan, self._rows, self._model)
         return str(checkpoint)
 
-    def begin(self, checkpoint: str | None, keeps: Collection[Path], *, resumes: bool) -> dict[str, Any]:
-        """Move aside what other runs left here and open the block log; return the checkpoint's further state."""
+    def begin(self, checkpoint: str | None, keeps: Collection[Path], *, resumes: bool) -> list[ScoredBlock]:
+        """Move aside what other runs left here, open the block log, and bring the curriculum to the run's start.
+
+        Returns the blocks in flight that the checkpoint keeps.
+        """
         if prepare_output_dir(checkpoint, str(self.path), keeps, resumes=resumes) is not None:
             # the lock has moved too
             self._lock.release()
@@ -310,16 +348,16 @@ class RunDirectory:
             logger.warning("with save_only_model=True no run can resume its checkpoints: they lack the optimizer.")
         step = resume_step(checkpoint) if checkpoint else 0
         self._block_log = BlockLog(self.path, self._plan.first_block_after(step))
-        return extra_state(checkpoint) if checkpoint else {}
-
-    def pending_blocks(self, checkpoint: str, further: Mapping[str, Any]) -> list[ScoredBlock]:
-        """Return the blocks that a checkpoint keeps; none where they were sampled at another temperature."""
+        further = extra_state(checkpoint) if checkpoint else self._state_at_0
+        restore_curriculum(self._plan, further)
+        if checkpoint is None:
+            return []
         before, now = further.get(_TEMPERATURE, self._args.temperature), self._args.temperature
         if before != now:
             text = "blocks that were sampled at temperature %g are generated again at %g"
             logger.warning(text, before, now)
             return []
-        return load_pending_blocks(checkpoint)
+        return still_planned(self._plan, load_pending_blocks(checkpoint))
 
     def log_block(self, block: ScoredBlock, step: int, dropped: Sequence[Dropped]) -> None:
         """Write down the fate of the rollouts of a block that begins after `step` optimizer steps."""
