@@ -45,9 +45,10 @@ def log_probs_of(policy: Any, prompt: list[int], sampled: Any, temperature: floa
     """Return the log-prob of each sampled token, in nats, by the trainer's own function."""
     from verifiers.train.loss.logprobs import log_probs_of_copy
 
-    batch = {"prompt_ids": torch.tensor([prompt]), "completion_ids": torch.tensor([sampled.token_ids])}
-    batch |= {f"{side}_mask": torch.ones_like(batch[f"{side}_ids"]) for side in ("prompt", "completion")}
-    found: torch.Tensor = log_probs_of_copy(policy, batch, temperature, 1)[0].cpu()
+    ids = torch.tensor([[*prompt, *sampled.token_ids]])
+    loss_mask = torch.tensor([[0] * len(prompt) + [1] * len(sampled.token_ids)])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": loss_mask}
+    found: torch.Tensor = log_probs_of_copy(policy, batch, temperature, 1)[0, len(prompt) :].cpu()
     return found
 
 

@@ -185,7 +185,7 @@ def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
     for batch in trainer.seen:
         mask = batch["loss_mask"].bool()
         # the proximal policy of a micro-batch stays what it was when it was first trained, or its block was
-        identity = str(batch["completion_ids"].tolist())
+        identity = str(batch["input_ids"].tolist())
         assert ("old_logps" in batch) == (path in STORED)
         proximal = batch.get("old_logps", batch["current_logps"])
         if identity not in first_seen and path != "two updates a pass":

@@ -112,13 +112,12 @@ def test_the_loss_adds_the_mean_cross_entropy_of_each_kind_and_leaves_rollouts_a
     )
     rows = []
     for batch in batches:
-        for place in range(len(batch["prompt_ids"])):
-            prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
-            real = batch["completion_mask"][place].bool()
+        for place in range(len(batch["input_ids"])):
+            real = batch["attention_mask"][place].bool()
             # a micro-batch may have none
             marks = batch["ce_mask"][place][real].tolist() if "ce_mask" in batch else []
             if any(marks):
-                rows.append((prompt + batch["completion_ids"][place][real].tolist(), [0] * len(prompt) + marks))
+                rows.append((batch["input_ids"][place][real].tolist(), marks))
     if kind == "demonstrations":
         assert len(rows) == 4
         said = [tokenizer.decode([one for one, mark in zip(*row, strict=True) if mark]) for row in rows]

@@ -87,7 +87,7 @@ def test_old_log_probs_on_the_copy_are_the_trainers_own(
 
     def comparing(copy: Any, batch: Any, *given: Any) -> torch.Tensor:
         there = on_copy(copy, batch, *given)
-        compared.append((there, trainer.logprobs.of_model(trainer.model, batch), batch["completion_mask"].bool()))
+        compared.append((there, trainer.logprobs.of_model(trainer.model, batch), batch["loss_mask"].bool()))
         return there
 
     monkeypatch.setattr(logprobs, "log_probs_of_copy", comparing)

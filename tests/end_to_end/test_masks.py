@@ -30,7 +30,8 @@ def trainer(
 
 
 def environment_tokens(batch: dict[str, Any]) -> Tensor:
-    return batch["completion_mask"].bool() & ~batch["loss_mask"].bool()
+    is_completion = batch["loss_mask"].cumsum(1) > 0
+    return is_completion & batch["attention_mask"].bool() & ~batch["loss_mask"].bool()
 
 
 def test_the_masks_cover_what_they_say(trainer: Any) -> None:
@@ -51,7 +52,7 @@ def test_the_policy_sees_what_the_environment_said(trainer: Any) -> None:
     logps = trainer.logprobs.of_model(trainer.model, batch)
     for row in range(len(said)):
         place = int(said[row].nonzero()[3])
-        changed["completion_ids"][row, place] = (batch["completion_ids"][row, place] + 1) % 38
+        changed["input_ids"][row, place] = (batch["input_ids"][row, place] + 1) % 38
     difference = (trainer.logprobs.of_model(trainer.model, changed) - logps).abs()
     for row in range(len(said)):
         place = int(said[row].nonzero()[3])
@@ -80,7 +81,6 @@ def test_padding_changes_no_log_prob(trainer: Any) -> None:
     """Rows of unequal length in one batch score as each does alone."""
     for prompt, ids, mask, _, batch, place in trainer.rows():
         alone = torch.tensor(trainer.logprobs.of_tokens(prompt, ids))
-        # what stands before are the ends of prompts that are longer than the shortest
-        together = batch["current_logps"][place][batch["completion_mask"][place].bool()][-len(ids) :]
-        assert torch.allclose(alone, together, atol=1e-5)
+        together = batch["current_logps"][place][batch["loss_mask"][place].bool()]
+        assert torch.allclose(alone[torch.tensor(mask).bool()], together, atol=1e-5)
         assert sum(mask) > 0

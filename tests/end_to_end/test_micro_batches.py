@@ -88,7 +88,7 @@ def noisy(trainer: Any, batches: MicroSteps, names: tuple[str, ...]) -> None:
     for batch in all_micro_batches(batches):
         logps = trainer.logprobs.of_model(trainer.model, batch)
         for salt, name in enumerate(names):
-            noise = (batch["completion_ids"] * 37 + salt) % 11 / 10 - 0.5
+            noise = (batch["input_ids"] * 37 + salt) % 11 / 10 - 0.5
             # what nobody sampled may have any value
             batch[name] = torch.where(batch["loss_mask"].bool(), logps + noise, 200.0)
 
@@ -118,7 +118,7 @@ def cut(trainer: Any, block: ScoredBlock, budget: int | None) -> MicroSteps:
     finally:
         trainer.args.max_tokens_per_micro_batch = None
     if budget is not None:
-        assert all(len(b["prompt_ids"]) == 1 or computed_tokens(b) <= budget for b in all_micro_batches(batches))
+        assert all(len(b["input_ids"]) == 1 or computed_tokens(b) <= budget for b in all_micro_batches(batches))
     return batches
 
 
@@ -226,7 +226,7 @@ def test_a_run_with_a_budget_or_shared_prompts_reaches_the_weights_and_logs_of_o
     assert len(within.seen) > len(without.seen)
     assert max(without.logged("rows/shared_share")) == 0 < min(shared.logged("rows/shared_share"))
     for batch in within.seen:
-        assert len(batch["prompt_ids"]) == 1 or batch["computed_tokens"] <= within.args.max_tokens_per_micro_batch
+        assert len(batch["input_ids"]) == 1 or batch["computed_tokens"] <= within.args.max_tokens_per_micro_batch
     before = tiny_world.weights(without)
     assert max(float((before[key] - tensor).abs().max()) for key, tensor in start.items()) > 1e-3
     for other in (within, shared):
@@ -264,5 +264,5 @@ def test_a_row_over_the_budget_is_trained_alone_and_said_once(
     ]
     assert len(said) == 1
     assert "has a micro-batch of its own" in said[0]
-    assert all(len(batch["prompt_ids"]) == 1 for batch in trainer.seen if batch["computed_tokens"] > 12)
+    assert all(len(batch["input_ids"]) == 1 for batch in trainer.seen if batch["computed_tokens"] > 12)
     assert max(trainer.logged("rows/largest_micro_batch_tokens")) > 12

@@ -84,7 +84,7 @@ def test_a_resumed_run_trains_on_the_blocks_that_were_in_flight(
     lineage = [*parts[0].seen[:4], *parts[1].seen[:8], *parts[2].seen]
     for one, other in zip(whole.seen, lineage, strict=True):
         assert one.keys() == other.keys()
-        for name in ("step", "prompt_ids", "completion_ids", "loss_mask", "policy_versions"):
+        for name in ("step", "input_ids", "loss_mask", "policy_versions"):
             assert torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])), name
         assert torch.allclose(one["sampler_logps"], other["sampler_logps"], atol=1e-6)
         assert torch.allclose(one["advantages"], other["advantages"], atol=1e-6)

@@ -38,14 +38,12 @@ def all_log_probs(directory: Path, ids: list[int]) -> Tensor:
         return tiny_world.plain_model(directory)(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
 
-def rows_of(trainer: Any) -> Iterator[tuple[list[int], int, dict[str, Tensor], int]]:
-    """Yield the ids of each real row, the first completion token's place, its micro-batch and its place there."""
+def rows_of(trainer: Any) -> Iterator[tuple[list[int], dict[str, Tensor], int]]:
+    """Yield the ids of each real row, its micro-batch and its place there."""
     for batch in trainer.seen:
-        for place in range(len(batch["prompt_ids"])):
+        for place in range(len(batch["input_ids"])):
             if batch["sampled_tokens"][place]:
-                prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
-                ids = batch["completion_ids"][place][batch["completion_mask"][place].bool()].tolist()
-                yield prompt + ids, len(prompt), batch, place
+                yield batch["input_ids"][place][batch["attention_mask"][place].bool()].tolist(), batch, place
 
 
 def test_the_teachers_log_probs_stand_at_the_sampled_tokens_and_make_the_advantages(
@@ -54,12 +52,12 @@ def test_the_teachers_log_probs_stand_at_the_sampled_tokens_and_make_the_advanta
     trainer = make_trainer(tiny_world.Dialogue(), teacher_url=teacher.url, teacher_coef=0.5, max_steps=1)
     trainer.train()
     kl = []
-    for ids, first, batch, place in rows_of(trainer):
+    for ids, batch, place in rows_of(trainer):
         by_teacher = all_log_probs(other_model_dir, ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        mask = batch["loss_mask"][place][: len(ids) - first].bool()
-        expected = torch.where(mask, by_teacher[first - 1 :], 0.0)
-        torch.testing.assert_close(batch["teacher_logps"][place][: len(ids) - first], expected, atol=1e-4, rtol=0)
-        kl += (batch["sampler_logps"] - batch["teacher_logps"])[place][: len(ids) - first][mask].tolist()
+        mask = batch["loss_mask"][place].bool()
+        expected = torch.where(mask[1 : len(ids)], by_teacher, 0.0)
+        torch.testing.assert_close(batch["teacher_logps"][place][1 : len(ids)], expected, atol=1e-4, rtol=0)
+        kl += (batch["sampler_logps"] - batch["teacher_logps"])[place][mask].tolist()
     assert trainer.logged("teacher_kl") == pytest.approx([sum(kl) / len(kl)], abs=1e-5)
     # on policy the objective's gradient is advantage x grad log pi: of reward and teacher together
     batch = tiny_world.loss_inputs(trainer.seen[0])
@@ -83,25 +81,24 @@ def test_the_forward_kl_over_the_teachers_likeliest_tokens_has_the_gradient_of_f
         head = model.get_output_embeddings()
         head.bias = torch.nn.Parameter(torch.linspace(-1, 1, head.weight.shape[0]))
         model.config.final_logit_softcapping = 3.0
-    for ids, first, batch, place in rows_of(trainer):
-        by_teacher = all_log_probs(other_model_dir, ids)[first - 1 :]
+    for ids, batch, place in rows_of(trainer):
+        by_teacher = all_log_probs(other_model_dir, ids)
         for position in batch["loss_mask"][place].nonzero().flatten().tolist():
-            best = by_teacher[position].topk(3)
+            best = by_teacher[position - 1].topk(3)
             assert batch["teacher_ids"][place, position].tolist() == best.indices.tolist()
             torch.testing.assert_close(batch["teacher_ids_logps"][place, position], best.values, atol=1e-4, rtol=0)
     batch = tiny_world.loss_inputs(trainer.seen[0])
     loss, found = tiny_world.loss_and_gradient(trainer, batch)
-    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     model.zero_grad()
-    states = model.base_model(input_ids=ids_RT, attention_mask=mask_RT).last_hidden_state
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    states = model.base_model(**given).last_hidden_state
     logits = model.get_output_embeddings()(states)
     if scaled:
         logits = 3.0 * (logits / 3.0).tanh()
-    log_probs_RCV = logits.log_softmax(-1)[:, -batch["completion_ids"].shape[1] - 1 : -1]
-    by_teacher_RCK = batch["teacher_ids_logps"]
-    kl_RC = (by_teacher_RCK.exp() * (by_teacher_RCK - log_probs_RCV.gather(2, batch["teacher_ids"]))).sum(-1)
-    expected = 2.0 * (batch["token_weights"][:, None] * kl_RC * batch["loss_mask"]).sum()
+    log_probs_RTV = logits.log_softmax(-1)[:, :-1]
+    by_teacher_RTK = batch["teacher_ids_logps"][:, 1:]
+    kl_RT = (by_teacher_RTK.exp() * (by_teacher_RTK - log_probs_RTV.gather(2, batch["teacher_ids"][:, 1:]))).sum(-1)
+    expected = 2.0 * (batch["token_weights"][:, None] * kl_RT * batch["loss_mask"][:, 1:]).sum()
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
     wanted = torch.cat([one.grad.flatten() for one in model.parameters()])

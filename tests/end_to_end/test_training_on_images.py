@@ -232,7 +232,7 @@ def test_a_processor_that_counts_otherwise_is_refused(tmp_path: Path) -> None:
     store = ImageStore(tmp_path, 1)
     images = RowImages(processor, store)
     name = store.keep(b"image")
-    batch = {"images": [(name,)], "completion_ids": torch.tensor([[9, 1]])}
+    batch = {"images": [(name,)], "loss_mask": torch.tensor([[0, 0, 0, 1, 1]])}
     # the completion's own is no place of an image
     with pytest.raises(vf.ConfigError, match="has 3 tokens of images where the model's processor here makes 2"):
         images.inputs(torch.tensor([[9, 9, 9, 9, 1]]), batch)

@@ -267,7 +267,7 @@ class ObservedTrainer(GRPOTrainer):
     def rows(self) -> Iterator[tuple[list[int], list[int], list[int], list[float], dict[str, Any], int]]:
         """Real rows: prompt ids, completion ids, loss mask, sampler log-probs, their micro-step, their place."""
         for batch in self.seen:
-            for place in range(len(batch["prompt_ids"])):
+            for place in range(len(batch["input_ids"])):
                 if not batch["sampled_tokens"][place]:
                     continue
                 yield (*sequence(batch, place), batch, place)
@@ -280,7 +280,7 @@ class ObservedTrainer(GRPOTrainer):
         """Return the largest |trainer - sampler| log-prob, in nats, over trained tokens of on-policy micro-steps."""
         worst = 0.0
         for batch in self.seen:
-            trained = (batch["completion_mask"] * batch["loss_mask"]).bool()
+            trained = batch["loss_mask"].bool()
             gap = (batch["current_logps"] - batch["sampler_logps"]).abs()[trained]
             worst = max(worst, gap.max().item() if gap.numel() else 0.0)
         return worst
@@ -342,13 +342,10 @@ def loss_and_gradient(trainer: GRPOTrainer, inputs: Mapping[str, Any]) -> tuple[
 
 def sequence(batch: Mapping[str, torch.Tensor], place: int) -> tuple[list[int], list[int], list[int], list[float]]:
     """Prompt ids, then completion ids, loss mask and sampler log-probs from the first sampled token on."""
-    prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
-    real = batch["completion_mask"][place].bool()
-    names = ("completion_ids", "loss_mask", "sampler_logps")
-    ids, mask, logps = (batch[name][place][real].tolist() for name in names)
-    # where prompts of a pass differ in length, the end of the longer ones stands before their completions
+    real = batch["attention_mask"][place].bool()
+    ids, mask, logps = (batch[name][place][real].tolist() for name in ("input_ids", "loss_mask", "sampler_logps"))
     start = mask.index(1)
-    return prompt + ids[:start], ids[start:], mask[start:], logps[start:]
+    return ids[:start], ids[start:], mask[start:], logps[start:]
 
 
 def spans(row: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[float]]]:

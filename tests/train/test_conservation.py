@@ -202,9 +202,9 @@ def texts_in(cells: Any, ranks: int) -> list[str]:
     assert len(cells) == ranks
     found = []
     for batch in (batch for of_rank in cells for batch in of_rank):
-        for row in range(len(batch["prompt_ids"])):
+        for row in range(len(batch["input_ids"])):
             if batch["sampled_tokens"][row]:
-                ids = batch["completion_ids"][row][batch["loss_mask"][row].bool()].tolist()
+                ids = batch["input_ids"][row][batch["loss_mask"][row].bool()].tolist()
                 found.append(text_of(ids))
     return found
 

@@ -142,10 +142,10 @@ class DataLoop:
         """
         own: list[tuple[int, float, int]] = []
         for batch in micro_batches:
-            ref_RC = self._logprobs.of_reference(batch).to(batch["loss_mask"].device)
-            sampled_RC = batch["loss_mask"].bool()
-            kl_R = torch.where(sampled_RC, batch["sampler_logps"] - ref_RC, 0.0).double().sum(1)
-            own += zip(batch["rollout_index"].tolist(), kl_R.tolist(), sampled_RC.sum(1).tolist(), strict=True)
+            ref_RT = self._logprobs.of_reference(batch).to(batch["loss_mask"].device)
+            sampled_RT = batch["loss_mask"].bool()
+            kl_R = torch.where(sampled_RT, batch["sampler_logps"] - ref_RT, 0.0).double().sum(1)
+            own += zip(batch["rollout_index"].tolist(), kl_R.tolist(), sampled_RT.sum(1).tolist(), strict=True)
         sums: dict[int, tuple[float, int]] = {}
         for index, nats, tokens in itertools.chain(*self._ranks.gather(own)):
             if index >= 0:

@@ -247,8 +247,7 @@ class RowImages:
 
         Args:
             ids_RT: prompts and completions.
-            batch: `images`, the names of each row's, and `loss_mask`, 1 on sampled tokens; all of a completion where
-                it is left out.
+            batch: `images`, the names of each row's, and `loss_mask`, 1 on sampled tokens.
             layout: of rows that share what they begin with; see `SharedRows`.
 
         Raises:
@@ -260,10 +259,8 @@ class RowImages:
         images = [read.get(names) for names in shown]
         if not any(images):
             return {}
-        width = batch["completion_ids"].shape[1]
-        sampled_RC = batch.get("loss_mask", torch.ones(len(ids_RT), width)).to(ids_RT.device) > 0
+        sampled_RT = batch["loss_mask"].to(ids_RT.device) > 0
         # sampled, it is a token as any other, and the last of its answer: what it is to the model does not matter
-        sampled_RT = torch.nn.functional.pad(sampled_RC, (ids_RT.shape[1] - width, 0))
         ids_RT = ids_RT.masked_fill(sampled_RT & (ids_RT == self.processor.token_id), 0)
         counts = (ids_RT == self.processor.token_id).sum(1).tolist()
         for count, one in zip(counts, images, strict=True):
@@ -276,7 +273,7 @@ class RowImages:
         inputs = self.processor.inputs(ids_RT, images, ids_RT.device)
         if layout is None:
             return {"input_ids": ids_RT, **inputs}
-        mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).to(ids_RT.device)
+        mask_RT = batch["attention_mask"].to(ids_RT.device)
         asked = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
         positions_3RT, _ = self.body.get_rope_index(input_ids=ids_RT, attention_mask=mask_RT, **asked)
         source_N = layout.sources(mask_RT)

@@ -484,21 +484,21 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         scored = self.logprobs.score(model, inputs, experts=self.aux_loss_enabled)
-        entropy_RC, mask_RC = scored.entropy_RC, inputs["loss_mask"]
-        assert entropy_RC is not None
+        entropy_RT, mask_RT = scored.entropy_RT, inputs["loss_mask"]
+        assert entropy_RT is not None
         quantile = self.top_entropy_quantile
         loss, measured = policy_loss(
-            scored.logps_RC,
-            entropy_RC,
+            scored.logps_RT,
+            entropy_RT,
             inputs,
             self.args,
             entropy_coef=self.entropy_bonus.coefficient,
-            trained_RC=self.get_high_entropy_mask(entropy_RC, mask_RC, 1 - quantile) if quantile < 1.0 else None,
-            others_RCK=scored.others_RCK,
+            trained_RT=self.get_high_entropy_mask(entropy_RT, mask_RT, 1 - quantile) if quantile < 1.0 else None,
+            others_RTK=scored.others_RTK,
         )
         if scored.router_loss is not None:
-            loss = loss + self.router_aux_loss_coef * scored.router_loss * mask_RC.sum() / inputs["update_tokens"]
-            measured.values["aux_loss"] = scored.router_loss.detach().expand(int(mask_RC.sum()))
+            loss = loss + self.router_aux_loss_coef * scored.router_loss * mask_RT.sum() / inputs["update_tokens"]
+            measured.values["aux_loss"] = scored.router_loss.detach().expand(int(mask_RT.sum()))
         self.loss_metrics.add(measured.values)
         self.entropy_bonus.note(measured)
         self.updates.note_call(loss, inputs["rollout_index"], measured.is_finite_R)

@@ -51,7 +51,7 @@ def metrics_of(block: ScoredBlock, generations: int, ranks: int = 1) -> dict[str
         on = [index for index in range(first, first + size) if block.rollouts[index].key in advantages]
         sampled = torch.tensor([sum(r.sampled_tokens for r in block.rollouts[index].rows) for index in on] + [0])
         ones = torch.ones(len(sampled), 1)
-        one_pass = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": ones}
+        one_pass = {"input_ids": ones, "attention_mask": ones}
         one_pass |= {"sampled_tokens": sampled, "is_padding": sampled == 0}
         by_rank.append([one_pass | {"rollout_index": torch.tensor([*on, -1])}])
     trained = TrainingBlock(0, [by_rank], advantages, [])

@@ -215,7 +215,7 @@ ADVANTAGES = [0.1, 0, -0.1, -0.0666667, 0.2333333, -0.1666667]
 def buffer() -> TensorDict:
     # Ids are 10 x prompt + generation: p0g0 is 0, p1g2 is 12.
     return {
-        "prompt_ids": torch.tensor([[0], [1], [2], [10], [11], [12]]),
+        "input_ids": torch.tensor([[0], [1], [2], [10], [11], [12]]),
         "advantages": torch.tensor(ADVANTAGES),
         "reference_logps": None,
         "update_tokens": torch.tensor(6.0),
@@ -230,7 +230,7 @@ def column(tensors: TensorDict, name: str) -> list[float]:
 
 def test_a_shuffle_moves_all_tensors_by_one_permutation() -> None:
     shuffled = shuffle_tensor_dict(buffer(), (4, 0, 5, 2, 3, 1))
-    assert column(shuffled, "prompt_ids") == [11, 0, 12, 2, 10, 1]
+    assert column(shuffled, "input_ids") == [11, 0, 12, 2, 10, 1]
     expected = [0.2333333, 0.1, -0.1666667, -0.1, -0.0666667, 0]
     assert column(shuffled, "advantages") == pytest.approx(expected, abs=1e-6)
     assert shuffled["reference_logps"] is None
@@ -239,8 +239,8 @@ def test_a_shuffle_moves_all_tensors_by_one_permutation() -> None:
 
 def test_a_split_keeps_rows_aligned_and_none_none() -> None:
     first, second = split_tensor_dict(shuffle_tensor_dict(buffer(), (4, 0, 5, 2, 3, 1)), 2)
-    assert column(first, "prompt_ids") == [11, 0, 12]
-    assert column(second, "prompt_ids") == [2, 10, 1]
+    assert column(first, "input_ids") == [11, 0, 12]
+    assert column(second, "input_ids") == [2, 10, 1]
     assert column(second, "advantages") == pytest.approx([-0.1, -0.0666667, 0], abs=1e-6)
     for chunk in (first, second):
         assert chunk["reference_logps"] is None

@@ -92,14 +92,14 @@ def influence(micro_steps: MicroSteps, scales: Sequence[float], plan: BatchPlan)
         whose(cell, row): float(cell["token_weights"][row]) * scales[number // plan.gradient_accumulation_steps]
         for number, by_rank in enumerate(micro_steps)
         for cell in all_micro_batches([by_rank])
-        for row in range(len(cell["prompt_ids"]))
+        for row in range(len(cell["input_ids"]))
         if cell["sampled_tokens"][row]
     }
 
 
 def whose(batch: dict[str, torch.Tensor], row: int) -> int:
     """Return the token id that all sampled tokens of a row share."""
-    return int(batch["completion_ids"][row][batch["loss_mask"][row].bool()][0])
+    return int(batch["input_ids"][row][batch["loss_mask"][row].bool()][0])
 
 
 Sizes = dict[str, int]

@@ -49,12 +49,13 @@ def mixed_samples() -> list[TrainingSample]:
 
 def test_rows_are_padded_to_the_longest_of_them() -> None:
     batch = pad_rows(mixed_samples())
-    # of the third prompt the tokens past the shortest one stand before its completion, without loss
-    assert batch["prompt_ids"].tolist() == [[1, 2], [1, 2], [1, 8]]
-    assert batch["prompt_mask"].all()
-    assert batch["completion_ids"].tolist() == [[3, 4, 9, 5, 6], [3, 4, 5, 0, 0], [2, 7, 6, 0, 0]]
-    assert batch["completion_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
-    assert batch["advantages"].tolist() == [[0.5, 0.5, 0, 0.5, 0.5], [-0.5, -0.5, -0.5, 0, 0], [0, 0, -0.5, 0, 0]]
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 9, 5, 6], [1, 2, 3, 4, 5, 0, 0], [1, 8, 2, 7, 6, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1] * 7, [1] * 5 + [0] * 2, [1] * 5 + [0] * 2]
+    assert batch["advantages"].tolist() == [
+        [0, 0, 0.5, 0.5, 0, 0.5, 0.5],
+        [0, 0, -0.5, -0.5, -0.5, 0, 0],
+        [0, 0, 0, 0, -0.5, 0, 0],
+    ]
     assert batch["policy_versions"].tolist() == [7, 0, 0]
     assert batch["rollout_index"].tolist() == [0, 2, 2]
     assert batch["sampled_tokens"].tolist() == [4, 3, 1]
@@ -63,9 +64,9 @@ def test_rows_are_padded_to_the_longest_of_them() -> None:
 
 def test_the_loss_mask_covers_sampled_tokens_alone() -> None:
     batch = pad_rows(mixed_samples())
-    assert batch["loss_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0, 0]]
     logps = batch["sampler_logps"]
-    assert logps[0].tolist() == [-0.75, -1.0, 0.0, -1.25, -1.5]
+    assert logps[0].tolist() == [0.0, 0.0, -0.75, -1.0, 0.0, -1.25, -1.5]
     assert (logps[batch["loss_mask"] == 0] == 0).all()
 
 
@@ -74,11 +75,11 @@ def test_a_list_of_advantages_is_split_over_the_rollouts_rows_and_skips_the_envi
     samples, _ = block_samples(scored, rollout_advantages(scored, scale_rewards="none"))
     assert [item.advantage for item in samples] == [0.5, [0.1, 0.2, 0.3], [0.4]]
     advantages_rc = pad_rows(samples)["advantages"]
-    expected = [[0.5, 0.5, 0, 0.5, 0.5], [0.1, 0.2, 0.3, 0, 0], [0, 0, 0.4, 0, 0]]
+    expected = [[0, 0, 0.5, 0.5, 0, 0.5, 0.5], [0, 0, 0.1, 0.2, 0.3, 0, 0], [0, 0, 0, 0, 0.4, 0, 0]]
     torch.testing.assert_close(advantages_rc, torch.tensor(expected))
     scored = block(rollout(0, TWO_TURNS, 1.0, advantage=[1.0, 2.0, 3.0, 4.0]))
     samples, _ = block_samples(scored, rollout_advantages(scored))
-    assert pad_rows(samples)["advantages"].tolist() == [[1, 2, 0, 3, 4]]
+    assert pad_rows(samples)["advantages"].tolist() == [[0, 0, 1, 2, 0, 3, 4]]
 
 
 def test_a_row_that_is_too_long_is_dropped_with_its_reason_and_never_cut() -> None:
@@ -131,12 +132,12 @@ def test_a_row_without_sampled_tokens_is_skipped_beside_one_that_has_them() -> N
 
 def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
     batch = pad_rows([PADDING] * 2)
-    assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[0], [0]]
-    for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("loss_mask", 0)):
+    assert batch["input_ids"].tolist() == [[0, 0], [0, 0]]
+    for name, value in (("attention_mask", 1), ("loss_mask", 0)):
         assert (batch[name] == value).all()
     for name, value in (("sampled_tokens", 0), ("rollout_index", -1), ("policy_versions", -1)):
         assert batch[name].tolist() == [value] * 2
-    assert batch["advantages"].tolist() == [[0.0], [0.0]]
+    assert batch["advantages"].tolist() == [[0.0, 0.0]] * 2
     assert batch["is_padding"].all()
 
 

@@ -158,7 +158,7 @@ def ours(args: GRPOConfig, micro_steps: MicroSteps) -> tuple[Tensor, Tensor, dic
     policies, metrics, losses = WORLD.policies, LossMetrics(), []
     uncertain = 1 - args.top_entropy_quantile
     for batch in all_micro_batches(micro_steps):
-        ids, mask = batch["completion_ids"], batch["loss_mask"].bool()
+        ids, mask = batch["input_ids"], batch["loss_mask"].bool()
         batch = {**batch, "old_logps": torch.where(mask, policies.old[ids], 200.0)}
         if args.beta:
             batch["reference_logps"] = torch.where(mask, policies.reference[ids], -200.0)
@@ -167,7 +167,7 @@ def ours(args: GRPOConfig, micro_steps: MicroSteps) -> tuple[Tensor, Tensor, dic
         # what nobody sampled may have any log-prob
         current = torch.where(mask, policies.current[ids], policies.current[ids] - 300.0)
         loss, measured = policy_loss(
-            current, entropy, batch, args, entropy_coef=args.entropy_coef, trained_RC=trained
+            current, entropy, batch, args, entropy_coef=args.entropy_coef, trained_RT=trained
         )
         assert measured.is_finite_R.all()
         metrics.add(measured.values)
@@ -247,7 +247,7 @@ def rows_of(batches: Sequence[MicroBatch]) -> list[tuple[list[int], float]]:
     found = []
     for batch in batches:
         for ids, mask, advantages in zip(
-            batch["completion_ids"], batch["loss_mask"].bool(), batch["advantages"], strict=True
+            batch["input_ids"], batch["loss_mask"].bool(), batch["advantages"], strict=True
         ):
             if mask.any():
                 found.append((ids[mask].tolist(), float(advantages[mask][0])))
@@ -410,7 +410,7 @@ def test_a_teacher_gives_the_gradient_of_trls_distillation_trainer(direction: st
     batch: dict[str, Tensor] = {"loss_mask": torch.ones_like(rows), "advantages": torch.zeros_like(rows)}
     batch |= {"token_weights": weights, "sampler_logps": rows.detach(), "teacher_logps": said, **given}
     args = config("dapo", teacher_url="u", teacher_coef=0.5)
-    loss, _ = policy_loss(rows, torch.zeros_like(rows), batch, args, others_RCK=others)
+    loss, _ = policy_loss(rows, torch.zeros_like(rows), batch, args, others_RTK=others)
     found, wanted = (torch.autograd.grad(value, student, retain_graph=True)[0] for value in (loss, 0.5 * divergence))
     torch.testing.assert_close(found, wanted)
     assert found.abs().min() > 0

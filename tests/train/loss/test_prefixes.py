@@ -19,9 +19,11 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from verifiers.images import ImageStore
+from verifiers.rollouts.rollout import TokenSequence
+from verifiers.train.batching.micro_batches import TrainingSample, pad_rows
 from verifiers.train.image_processor import ImageProcessor, RowImages
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_head
-from verifiers.train.loss.prefixes import SHARED_ROWS, can_share, share_prefixes, whole_rows
+from verifiers.train.loss.prefixes import SHARED_ROWS, can_share, share_prefixes
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.tiny_model.vision_model import make_vision_model
 
@@ -61,19 +63,12 @@ def made(config: Any) -> Any:
 
 
 def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """Lay rows of a prompt and a completion out as `pad_rows` does, prompts of one length."""
-    shared = min(len(prompt) for prompt, _ in rows)
-    columns = [(prompt[:shared], prompt[shared:] + completion) for prompt, completion in rows]
-    longest = max(len(completion) for _, completion in columns)
-    prompts = torch.tensor([prompt for prompt, _ in columns])
-    ids = torch.tensor([completion + [0] * (longest - len(completion)) for _, completion in columns])
-    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for _, one in columns])
-    return {
-        "prompt_ids": prompts,
-        "prompt_mask": torch.ones_like(prompts),
-        "completion_ids": ids,
-        "completion_mask": mask,
-    }
+    """Lay rows of a prompt and a completion, all of which was sampled, out as `pad_rows` does."""
+    samples = [
+        TrainingSample(TokenSequence(prompt, ids, [1] * len(ids), [0.0] * len(ids), [0] * len(ids)), 0.0, 0, len(ids))
+        for prompt, ids in rows
+    ]
+    return pad_rows(samples)
 
 
 def group(prompt: int, lengths: list[int], seed: int = 0) -> list[tuple[list[int], list[int]]]:
@@ -104,14 +99,15 @@ def scored(
     model.zero_grad()
     batch = batch_of(rows)
     if images is not None:
-        batch |= {"images": shown, "loss_mask": batch["completion_ids"] != images.processor.token_id}
+        sampled = batch["loss_mask"].bool() & (batch["input_ids"] != images.processor.token_id)
+        batch |= {"images": shown, "loss_mask": sampled}
     if shares:
-        batch[SHARED_ROWS] = share_prefixes(*whole_rows(batch), shown)
+        batch[SHARED_ROWS] = share_prefixes(batch["input_ids"], batch["attention_mask"], shown)
     found = logprobs.score(model, batch)
-    weights = torch.randn(found.logps_RC.shape, generator=torch.Generator().manual_seed(3)) * batch["completion_mask"]
-    ((found.logps_RC + 0.1 * found.entropy_RC) * weights).sum().backward()
+    weights = torch.randn(found.logps_RT.shape, generator=torch.Generator().manual_seed(3)) * batch["loss_mask"]
+    ((found.logps_RT + 0.1 * found.entropy_RT) * weights).sum().backward()
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return torch.stack([found.logps_RC, found.entropy_RC]).detach(), {n: g.clone() for n, g in gradients.items()}
+    return torch.stack([found.logps_RT, found.entropy_RT]).detach(), {n: g.clone() for n, g in gradients.items()}
 
 
 ROWS = {
@@ -242,5 +238,4 @@ def test_every_token_of_every_row_has_its_place_and_position(rows: list[list[int
 def test_rows_without_much_in_common_are_left_alone() -> None:
     rows = [*group(3, [20]), *group(3, [20], seed=1), *group(3, [20], seed=2)]
     batch = batch_of(rows)
-    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    assert share_prefixes(ids_RT, torch.ones_like(ids_RT)) is None
+    assert share_prefixes(batch["input_ids"], batch["attention_mask"]) is None

@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import TokenSequence
-from verifiers.train.loss.prefixes import SHARED_ROWS, whole_rows
+from verifiers.train.loss.prefixes import SHARED_ROWS
 
 TensorDict = dict[str, Any]
 """Row-aligned columns by name, before they are padded."""
@@ -101,26 +101,21 @@ A row masked whole would give NaN in some attention kernels.
 
 
 def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
-    """Pad the R rows of one micro-batch to rectangles of prompts (R, P) and completions (R, C).
-
-    A prompt's tokens past the shortest prompt stand before the completion, masked out of the loss as an environment's
-    tokens are, so a row is as long as the longest of them and nothing is padded on the left (but a padding row, whose
-    prompt is shorter).
+    """Pad the R rows of one micro-batch, each a prompt with its completion, to the T tokens of the longest.
 
     Returns:
         CPU tensors by name, int64 where nothing else is said:
 
-        - `prompt_ids` (R, P), `completion_ids` (R, C), and `prompt_mask` and `completion_mask`: 1 on every real
-          token, for attention
-        - `loss_mask` (R, C): 1 on sampled tokens alone, for the loss
-        - `sampler_logps` (R, C), float32: the sampler's, in nats; 0.0 off the sampled tokens
-        - `advantages` (R, C), float32: of each sampled token; 0.0 off them
-        - `teacher_logps` (R, C), float32: a teacher's, where there is one; and `teacher_ids` and `teacher_ids_logps`
-          (R, C, K), where its K likeliest tokens were asked for; 0 off the sampled tokens
-        - `kept_counts` (R, C), int32: how many ids each token was drawn from, 0 for all; and `kept_ids`, these of one
+        - `input_ids` (R, T), and `attention_mask`: 1 on every real token
+        - `loss_mask` (R, T): 1 on sampled tokens alone, for the loss
+        - `sampler_logps` (R, T), float32: the sampler's, in nats; 0.0 off the sampled tokens
+        - `advantages` (R, T), float32: of each sampled token; 0.0 off them
+        - `teacher_logps` (R, T), float32: a teacher's, where there is one; and `teacher_ids` and `teacher_ids_logps`
+          (R, T, K), where its K likeliest tokens were asked for; 0 off the sampled tokens
+        - `kept_counts` (R, T), int32: how many ids each token was drawn from, 0 for all; and `kept_ids`, these of one
           token after another, row by row; only where the sampler left any out
         - `images`: the names of each row's images, as a list of R, where there are any
-        - `ce_mask` (R, C): 1 on tokens that are trained by cross-entropy, where there are any
+        - `ce_mask` (R, T): 1 on tokens that are trained by cross-entropy, where there are any
         - (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a row without a rollout),
           `rollout_index`, `sampled_tokens`, and `is_padding`, which is bool
 
@@ -136,22 +131,17 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
                 "tokens; a row needs a prompt, and these in equal numbers"
             )
     is_padding = [sample.rollout_index == _PADDING for sample in samples]
-    # a padding row is shorter than any prompt need be
-    real = [len(row.prompt_ids) for row, padding in zip(rows, is_padding, strict=True) if not padding]
-    shared = min(real or [len(row.prompt_ids) for row in rows])
-    moved = [list(row.prompt_ids[shared:]) for row in rows]
-    kept = [row.prompt_ids[:shared] for row in rows]
-    whole = [[*before, *row.completion_ids] for before, row in zip(moved, rows, strict=True)]
+    whole = [[*row.prompt_ids, *row.completion_ids] for row in rows]
 
     def of_completions(columns: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
         # nothing of a prompt is sampled
-        return _pad([[*[0] * len(before), *one] for before, one in zip(moved, columns, strict=True)], dtype=dtype)
+        return _pad([[*[0] * len(row.prompt_ids), *one] for row, one in zip(rows, columns, strict=True)], dtype)
 
     sampled_logps = (
         [logp if sampled else 0.0 for logp, sampled in zip(row.logprobs, row.loss_mask, strict=True)] for row in rows
     )
     versions = [sample.row.oldest_version if sample.rollout_index >= 0 else -1 for sample in samples]
-    loss_mask_RC = of_completions((row.loss_mask for row in rows), torch.int64)
+    loss_mask_RT = of_completions((row.loss_mask for row in rows), torch.int64)
     given: MicroBatch = {}
     if any(sample.ce_mask for sample in samples):
         columns = (sample.ce_mask or [0] * len(sample.row.loss_mask) for sample in samples)
@@ -166,18 +156,16 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
         for name, kind in (("teacher_ids", torch.int64), ("teacher_ids_logps", torch.float32)):
             values = [value for row in rows for value in getattr(row, name.replace("logps", "logprobs"))]
             values_NK = torch.tensor(values, dtype=kind).view(sampled, -1)
-            given[name] = values_NK.new_zeros(*loss_mask_RC.shape, values_NK.shape[1])
-            given[name][loss_mask_RC.bool()] = values_NK
+            given[name] = values_NK.new_zeros(*loss_mask_RT.shape, values_NK.shape[1])
+            given[name][loss_mask_RT.bool()] = values_NK
     if any(row.kept_ids for row in rows):
         counts = (row.kept_counts or [0] * len(row.loss_mask) for row in rows)
         given["kept_counts"] = of_completions(counts, torch.int32)
         given["kept_ids"] = torch.cat([torch.from_numpy(np.array(row.kept_ids, np.int32)) for row in rows])
     return given | {
-        "prompt_ids": _pad(kept, "left"),
-        "prompt_mask": _pad([[1] * len(prompt) for prompt in kept], "left"),
-        "completion_ids": _pad(whole),
-        "completion_mask": _pad([[1] * len(ids) for ids in whole]),
-        "loss_mask": loss_mask_RC,
+        "input_ids": _pad(whole),
+        "attention_mask": _pad([[1] * len(ids) for ids in whole]),
+        "loss_mask": loss_mask_RT,
         "sampler_logps": of_completions(sampled_logps, torch.float32),
         "advantages": of_completions((sample.advantages for sample in samples), torch.float32),
         "policy_versions": torch.tensor(versions),
@@ -187,9 +175,8 @@ def pad_rows(samples: Sequence[TrainingSample]) -> MicroBatch:
     }
 
 
-def _pad(rows: Sequence[Sequence[float]], side: str = "right", dtype: torch.dtype = torch.int64) -> Tensor:
-    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=_FILL, padding_side=side)
+def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) -> Tensor:
+    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=_FILL)
 
 
 # -- packing ---------------------------------------------------------------------------------------------------------
@@ -395,15 +382,14 @@ def all_micro_batches(steps: MicroSteps) -> Iterator[MicroBatch]:
 def computed_tokens(batch: MicroBatch) -> int:
     """Return the tokens that the model computes for a micro-batch: with padding, or laid out with shared prefixes."""
     layout = batch.get(SHARED_ROWS)
-    return whole_rows(batch)[0].numel() if layout is None else len(layout.ids_N)
+    return batch["input_ids"].numel() if layout is None else len(layout.ids_N)
 
 
 def packing_metrics(steps: MicroSteps) -> dict[str, float]:
     """Return the padding, number and size of a block's micro-batches, over all ranks."""
     batches = list(all_micro_batches(steps))
     sizes = [computed_tokens(batch) for batch in batches]
-    masks = ("prompt_mask", "completion_mask")
-    real = sum(int(batch[name][~batch["is_padding"]].sum()) for batch in batches for name in masks)
+    real = sum(int(batch["attention_mask"][~batch["is_padding"]].sum()) for batch in batches)
     return {
         "rows/padding_share": max(0.0, 1 - real / sum(sizes)) if batches else 0.0,
         "rows/shared_share": max(0.0, 1 - sum(sizes) / real) if real else 0.0,

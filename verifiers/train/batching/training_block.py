@@ -42,7 +42,7 @@ from verifiers.train.batching.micro_batches import (
 from verifiers.train.batching.rollout_session import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.policy_loss import LOSS_TYPES, UpdateRows, token_weights
-from verifiers.train.loss.prefixes import LEAST_SAVED, LEAST_SAVED_ON_GPU, SHARED_ROWS, share_prefixes, whole_rows
+from verifiers.train.loss.prefixes import LEAST_SAVED, LEAST_SAVED_ON_GPU, SHARED_ROWS, share_prefixes
 from verifiers.types import RolloutKey
 
 
@@ -459,11 +459,13 @@ def _laid_out(batch: MicroBatch, args: GRPOConfig) -> MicroBatch:
     """Add the layout of prefixes that are computed once, where that saves enough."""
     if not args.share_prefixes:
         return batch
-    ids_RT, mask_RT = whole_rows(batch)
-    most = args.max_tokens_per_micro_batch
+    ids_RT, most = batch["input_ids"], args.max_tokens_per_micro_batch
     # packed by what it shares, it may be too large without
     is_too_large = most is not None and ids_RT.numel() > most
     layout = share_prefixes(
-        ids_RT, mask_RT, batch.get("images"), least_saved=0.0 if is_too_large else _least_saved(args)
+        ids_RT,
+        batch["attention_mask"],
+        batch.get("images"),
+        least_saved=0.0 if is_too_large else _least_saved(args),
     )
     return batch if layout is None else batch | {SHARED_ROWS: layout}

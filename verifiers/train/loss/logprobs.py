@@ -26,7 +26,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from verifiers.train.image_processor import RowImages
-from verifiers.train.loss.prefixes import SHARED_ROWS, whole_rows
+from verifiers.train.loss.prefixes import SHARED_ROWS
 from verifiers.train.processes.distributed import Ranks
 
 IGNORED = -100
@@ -228,19 +228,19 @@ def _router_loss(model: Any, body: Any, given: dict[str, Any]) -> Any:
 
 
 class Scored(NamedTuple):
-    """What a model says of the completions of a micro-batch.
+    """What a model says of the tokens of a micro-batch that are trained; 0 elsewhere.
 
     Attributes:
-        logps_RC: log-prob of each completion token.
-        entropy_RC: entropy of its distribution; None where the model's head was not asked for it.
-        others_RCK: log-probs of the tokens that a teacher finds likeliest; None where there are none.
+        logps_RT: log-prob of each token.
+        entropy_RT: entropy of its distribution; None where the model's head was not asked for it.
+        others_RTK: log-probs of the tokens that a teacher finds likeliest; None where there are none.
         router_loss: load-balancing loss of a mixture of experts; None where it was not asked for.
     """
 
-    logps_RC: Tensor
-    entropy_RC: Tensor | None
+    logps_RT: Tensor
+    entropy_RT: Tensor | None
     router_loss: Tensor | None
-    others_RCK: Tensor | None = None
+    others_RTK: Tensor | None = None
 
 
 class PolicyLogprobs:
@@ -268,17 +268,18 @@ class PolicyLogprobs:
         ranks.register("score", self.of_policy)
 
     def score(self, model: Any, batch: Mapping[str, Any], *, experts: bool = False) -> Scored:
-        """Score the completions of a micro-batch by a model whose head is fused.
+        """Score the trained tokens of a micro-batch by a model whose head is fused.
 
         Args:
-            batch: ids and masks, and the layout of its rows' prefixes where they share some.
+            batch: of `pad_rows`, with the layout of its rows' prefixes where they share some.
             experts: ask for the router's loss.
         """
-        width = batch["completion_ids"].size(1)
         device = self._accelerator.device
-        ids_RT, mask_RT = (whole.to(device) for whole in whole_rows(batch))
-        labels_RT = ids_RT.masked_fill(mask_RT == 0, IGNORED)
-        labels_RT[:, :-width] = IGNORED
+        ids_RT, mask_RT = batch["input_ids"].to(device), batch["attention_mask"].to(device)
+        trained_RT = batch["loss_mask"].bool()
+        if "ce_mask" in batch:
+            trained_RT = trained_RT | batch["ce_mask"].bool()
+        labels_RT = ids_RT.masked_fill(~trained_RT.to(device), IGNORED)
         options: dict[str, Any] = {"input_ids": ids_RT, "attention_mask": mask_RT}
         if experts:
             # a mean over the tokens that the router sees
@@ -287,36 +288,34 @@ class PolicyLogprobs:
             options = shared.to(device).inputs()
         if self._images is not None:
             options |= self._images.inputs(ids_RT, batch, options.get(SHARED_ROWS))
-        before = ids_RT.shape[1] - width
         if "teacher_ids" in batch:
-            options["others"] = torch.nn.functional.pad(batch["teacher_ids"].to(device), (0, 0, before, 0))
+            options["others"] = batch["teacher_ids"].to(device)
         if "kept_ids" in batch:
-            options["kept_counts"] = torch.nn.functional.pad(batch["kept_counts"].to(device), (before, 0))
-            options["kept_ids"] = batch["kept_ids"].to(device)
+            options |= {name: batch[name].to(device) for name in ("kept_counts", "kept_ids")}
         with self._accelerator.autocast():
             found = model(labels=labels_RT, fused_lm_head=True, **options)
-        entropy_RC = None if found.entropy is None else found.entropy[:, -width:]
-        others_RCK = found["others"][:, -width:] if "others" in found else None
-        return Scored(found.log_probs[:, -width:], entropy_RC, found.aux_loss, others_RCK)
+        entropy_RT = None if found.entropy is None else _from_first(found.entropy)
+        others_RTK = _from_first(found["others"]) if "others" in found else None
+        return Scored(_from_first(found.log_probs), entropy_RT, found.aux_loss, others_RTK)
 
     @torch.no_grad()
     def of_model(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probs (R, C) of a micro-batch's completions under a model."""
+        """Return the log-probs (R, T) of a micro-batch's trained tokens under a model."""
         was_training, size, parts = model.training, self._batch_size, [batch]
-        if size is not None and size < len(batch["completion_ids"]):
+        if size is not None and size < len(batch["input_ids"]):
             parts = list(split_rows(batch, size))
         model.eval()
         try:
-            return torch.cat([self.score(model, part).logps_RC for part in parts])
+            return torch.cat([self.score(model, part).logps_RT for part in parts])
         finally:
             model.train(was_training)
 
     def of_policy(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probs (R, C) under the policy as it is now."""
+        """Return the log-probs (R, T) under the policy as it is now."""
         return self.of_model(self._policy, batch)
 
     def of_reference(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probs (R, C) under the reference model."""
+        """Return the log-probs (R, T) under the reference model."""
         if self._reference is not None:
             return self.of_model(self._reference, batch)
         adapters = self._accelerator.unwrap_model(self._policy)
@@ -325,10 +324,10 @@ class PolicyLogprobs:
             return self.of_policy(batch)
 
     def old(self, batch: Mapping[str, Tensor], copy: Any = None) -> Tensor:
-        """Return the log-probs (R, C) under the present policy, by a frozen copy of it where there is one."""
+        """Return the log-probs (R, T) under the present policy, by a frozen copy of it where there is one."""
         if copy is None:
             return self.of_policy(batch)
-        size = self._batch_size or len(batch["completion_ids"])
+        size = self._batch_size or len(batch["input_ids"])
         # as the accelerator wraps the policy's forward
         with self._accelerator.autocast():
             logps = log_probs_of_copy(copy, batch, self._temperature, size, self._images)
@@ -348,21 +347,27 @@ class PolicyLogprobs:
             together: all ranks compute it, from inside `Ranks.on_rank_0`; for a sharded policy.
         """
         batch: dict[str, Any] = {"images": [tuple(images)]} if images else {}
-        batch |= {"prompt_ids": torch.tensor([list(prompt_ids)]), "completion_ids": torch.tensor([list(ids)])}
-        batch |= {f"{side}_mask": torch.ones_like(batch[f"{side}_ids"]) for side in ("prompt", "completion")}
+        ids_1T = torch.tensor([[*prompt_ids, *ids]])
+        loss_mask_1T = torch.tensor([[0] * len(prompt_ids) + [1] * len(ids)])
+        batch |= {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T), "loss_mask": loss_mask_1T}
         scored: Tensor = self._ranks.together("score", batch) if together else self.of_policy(batch)
-        logps: list[float] = scored[0].float().tolist()
+        logps: list[float] = scored[0, len(prompt_ids) :].float().tolist()
         return logps
 
 
-_READ = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "loss_mask", "kept_counts", "images")
+def _from_first(values: Tensor) -> Tensor:
+    """Return values (R, T - 1, ...) of the tokens after the first as those of all, 0 at the first."""
+    return torch.cat([torch.zeros_like(values[:, :1]), values], 1)
+
+
+_READ = ("input_ids", "attention_mask", "loss_mask", "kept_counts", "images")
 """Columns of a batch that a forward pass reads, beside `kept_ids`, which are as many as the counts say."""
 
 
 def split_rows(batch: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
     """Yield what a forward pass reads of a batch, so many rows at a time."""
     first = 0
-    for start in range(0, len(batch["completion_ids"]), rows):
+    for start in range(0, len(batch["input_ids"]), rows):
         part = {name: batch[name][start : start + rows] for name in _READ if name in batch}
         if "kept_counts" in part:
             last = first + int(part["kept_counts"].sum())
@@ -378,19 +383,20 @@ def log_probs_of_copy(
     batch_size: int,
     images: RowImages | None = None,
 ) -> Tensor:
-    """Return the log-probs (R, C) of a micro-batch's completions by a plain causal language model, on its device.
+    """Return the log-probs (R, T) of a micro-batch's sampled tokens by a plain causal language model, on its device.
 
     Args:
-        batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C), and `kept_counts` (R, C)
-            and `kept_ids` where tokens were left out.
+        batch: of `pad_rows`, of which `input_ids`, `attention_mask` and `loss_mask` are needed, and `kept_counts` and
+            `kept_ids` where tokens were left out.
     """
-    width = batch["completion_ids"].size(1)
     found = []
     for part in split_rows(batch, batch_size):
-        ids, mask = (whole.to(copy.device) for whole in whole_rows(part))
+        ids, mask, sampled = (part[name].to(copy.device) for name in ("input_ids", "attention_mask", "loss_mask"))
         given = {"input_ids": ids, "attention_mask": mask} | ({} if images is None else images.inputs(ids, part))
-        states = copy.base_model(**given, use_cache=False).last_hidden_state[:, -width - 1 : -1].flatten(0, 1)
-        kept = Kept.of_counts(part["kept_counts"].flatten(), part["kept_ids"]) if "kept_ids" in part else None
-        logps, *_ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature, kept=kept)
-        found.append(logps.view(len(ids), width))
+        states, sampled = copy.base_model(**given, use_cache=False).last_hidden_state[:, :-1], sampled[:, 1:] > 0
+        kept = None
+        if "kept_ids" in part:
+            kept = Kept.of_counts(part["kept_counts"].to(copy.device)[:, 1:][sampled], part["kept_ids"])
+        logps, *_ = head_log_probs(copy, states[sampled], ids[:, 1:][sampled], temperature, kept=kept)
+        found.append(_from_first(_scattered(logps, sampled)))
     return torch.cat(found)

@@ -1,7 +1,7 @@
 """The loss of a policy on one micro-batch: objective, importance weights, KL and entropy, token by token.
 
 A loss type is one entry of `LOSS_TYPES`: an objective, which is maximized, and a mean: what each token counts in an
-update. Tensors are named by their shape: R rows of a micro-batch or an update, C completion tokens.
+update. Tensors are named by their shape: R rows of a micro-batch or an update, T tokens of the longest.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ class TokenTerms:
     """What an objective is made of; log-probs and advantages are 0 on tokens that nobody sampled.
 
     Attributes:
-        logps_RC: log pi, with gradient.
-        old_RC: log pi_old.
-        sampler_RC: log mu, of the policy that sampled.
-        ratio: pi / pi_old with gradient: (R, C) of each token, or (R, 1) of each row.
-        correction_RC: pi_old / mu within its bounds, without gradient; 1 off the sampled tokens.
-        mask_RC: True on sampled tokens.
+        logps_RT: log pi, with gradient.
+        old_RT: log pi_old.
+        sampler_RT: log mu, of the policy that sampled.
+        ratio: pi / pi_old with gradient: (R, T) of each token, or (R, 1) of each row.
+        correction_RT: pi_old / mu within its bounds, without gradient; 1 off the sampled tokens.
+        mask_RT: True on sampled tokens.
     """
 
-    logps_RC: Tensor
-    old_RC: Tensor
-    sampler_RC: Tensor
+    logps_RT: Tensor
+    old_RT: Tensor
+    sampler_RT: Tensor
     ratio: Tensor
-    advantage_RC: Tensor
-    correction_RC: Tensor
-    mask_RC: Tensor
+    advantage_RT: Tensor
+    correction_RT: Tensor
+    mask_RT: Tensor
 
-    def sampled(self, values_RC: Tensor) -> Tensor:
+    def sampled(self, values_RT: Tensor) -> Tensor:
         """Return the values, 0 off the sampled tokens."""
-        return torch.where(self.mask_RC, values_RC, 0.0)
+        return torch.where(self.mask_RT, values_RT, 0.0)
 
     def of_tokens(self, values: Tensor) -> Tensor:
         """Return the values of the sampled tokens, one after another."""
-        return values.detach().float().expand(self.mask_RC.shape)[self.mask_RC]
+        return values.detach().float().expand(self.mask_RT.shape)[self.mask_RT]
 
     def of_rows(self, values: Tensor) -> Tensor:
         """Return the mean over its sampled tokens of each row that has some."""
-        counts_R = self.mask_RC.sum(1)
+        counts_R = self.mask_RT.sum(1)
         sums_R = self.sampled(values.detach().float()).sum(1)
         return (sums_R / counts_R)[counts_R > 0]
 
@@ -118,23 +118,23 @@ def clipped(terms: TokenTerms, args: LossSettings) -> Tensor:
     """Return min(r A, clip(r) A) (PPO, arXiv:1707.06347); `delta` bounds r A too (INTELLECT-2, arXiv:2505.07291)."""
     low, high = clip_range(args)
     bounded = terms.ratio if args.delta is None else terms.ratio.clamp(max=args.delta)
-    return torch.min(bounded * terms.advantage_RC, terms.ratio.clamp(low, high) * terms.advantage_RC)
+    return torch.min(bounded * terms.advantage_RT, terms.ratio.clamp(low, high) * terms.advantage_RT)
 
 
 def capped(terms: TokenTerms, args: LossSettings) -> Tensor:
     """Return min(r, epsilon_high) A log pi, the first factor without gradient."""
-    return terms.ratio.detach().clamp(max=args.epsilon_high) * terms.advantage_RC * terms.logps_RC
+    return terms.ratio.detach().clamp(max=args.epsilon_high) * terms.advantage_RT * terms.logps_RT
 
 
 def softly_gated(terms: TokenTerms, args: LossSettings) -> Tensor:
     """Return 4 / t sigmoid(t (r - 1)) A, with a temperature t by the sign of A."""
-    temperature_RC = torch.where(terms.advantage_RC > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
-    return (temperature_RC * (terms.ratio - 1)).sigmoid() * 4 / temperature_RC * terms.advantage_RC
+    temperature_RT = torch.where(terms.advantage_RT > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
+    return (temperature_RT * (terms.ratio - 1)).sigmoid() * 4 / temperature_RT * terms.advantage_RT
 
 
 def gamma_weighted(terms: TokenTerms, args: LossSettings) -> Tensor:
     """Return phi(w) A log pi, the first factor without gradient."""
-    return gamma_weights(terms, args) * terms.advantage_RC * terms.logps_RC
+    return gamma_weights(terms, args) * terms.advantage_RT * terms.logps_RT
 
 
 def clip_range(args: LossSettings) -> tuple[float, float]:
@@ -144,15 +144,15 @@ def clip_range(args: LossSettings) -> tuple[float, float]:
 
 @torch.no_grad()
 def gamma_weights(terms: TokenTerms, args: LossSettings) -> Tensor:
-    """Return phi(w) = e^l w^k e^(-l w) (R, C): w is the product of a row's pi / mu; k and l go by the sign of A."""
+    """Return phi(w) = e^l w^k e^(-l w) (R, T): w is the product of a row's pi / mu; k and l go by the sign of A."""
     least = math.log(1e-8)
-    row_log_w_R1 = (terms.logps_RC - terms.old_RC).clamp(-20, 20).sum(1, keepdim=True)
-    row_log_w_R1 = row_log_w_R1 + terms.correction_RC.log().clamp(least, 20).sum(1, keepdim=True)
+    row_log_w_R1 = (terms.logps_RT - terms.old_RT).clamp(-20, 20).sum(1, keepdim=True)
+    row_log_w_R1 = row_log_w_R1 + terms.correction_RT.log().clamp(least, 20).sum(1, keepdim=True)
     log_w_R1 = row_log_w_R1.clamp(least, 20)
-    is_good_RC = terms.advantage_RC >= 0
-    k_RC = torch.where(is_good_RC, args.vespo_k_pos, args.vespo_k_neg)
-    l_RC = torch.where(is_good_RC, args.vespo_lambda_pos, args.vespo_lambda_neg).clamp(min=1e-4)
-    return (l_RC + k_RC * log_w_R1 - l_RC * log_w_R1.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
+    is_good_RT = terms.advantage_RT >= 0
+    k_RT = torch.where(is_good_RT, args.vespo_k_pos, args.vespo_k_neg)
+    l_RT = torch.where(is_good_RT, args.vespo_lambda_pos, args.vespo_lambda_neg).clamp(min=1e-4)
+    return (l_RT + k_RT * log_w_R1 - l_RT * log_w_R1.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
 
 
 # -- what is logged of them ------------------------------------------------------------------------------------------
@@ -161,20 +161,20 @@ def gamma_weights(terms: TokenTerms, args: LossSettings) -> Tensor:
 def clip_ratios(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     """Return which sampled tokens are clipped, and the share of them in each row."""
     low, high = clip_range(args)
-    low_RC = (terms.ratio < low) & (terms.advantage_RC < 0)
-    high_RC = (terms.ratio > high) & (terms.advantage_RC > 0)
+    low_RT = (terms.ratio < low) & (terms.advantage_RT < 0)
+    high_RT = (terms.ratio > high) & (terms.advantage_RT > 0)
     return {
-        "clip_ratio/low_mean": terms.of_tokens(low_RC),
-        "clip_ratio/high_mean": terms.of_tokens(high_RC),
-        "clip_ratio/region_mean": terms.of_tokens(low_RC | high_RC),
-        "clip_ratio/low_min": terms.of_rows(low_RC),
-        "clip_ratio/high_max": terms.of_rows(high_RC),
+        "clip_ratio/low_mean": terms.of_tokens(low_RT),
+        "clip_ratio/high_mean": terms.of_tokens(high_RT),
+        "clip_ratio/region_mean": terms.of_tokens(low_RT | high_RT),
+        "clip_ratio/low_min": terms.of_rows(low_RT),
+        "clip_ratio/high_max": terms.of_rows(high_RT),
     }
 
 
 def cap_ratio(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     """Return which sampled tokens of a positive advantage are capped."""
-    return {"cispo_clip_ratio": terms.of_tokens((terms.ratio > args.epsilon_high) & (terms.advantage_RC > 0))}
+    return {"cispo_clip_ratio": terms.of_tokens((terms.ratio > args.epsilon_high) & (terms.advantage_RT > 0))}
 
 
 def gamma_means(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
@@ -187,7 +187,7 @@ class LossType:
     """An objective and the mean that is taken of it.
 
     Attributes:
-        objective: gives what is gained by each token (R, C), before importance weights and the KL.
+        objective: gives what is gained by each token (R, T), before importance weights and the KL.
         mean: gives the weight of each row's tokens (R,); see `token_weights`. Streaming takes it for a product of a
             number of the row and a number of the update.
         measure: gives values to log, by name: of sampled tokens or of rows.
@@ -247,99 +247,99 @@ class MeasuredLoss:
 
 
 def policy_loss(
-    logps_RC: Tensor,
-    entropy_RC: Tensor,
+    logps_RT: Tensor,
+    entropy_RT: Tensor,
     batch: Mapping[str, Tensor],
     args: LossSettings,
     *,
     entropy_coef: float = 0.0,
-    trained_RC: Tensor | None = None,
-    others_RCK: Tensor | None = None,
+    trained_RT: Tensor | None = None,
+    others_RTK: Tensor | None = None,
 ) -> tuple[Tensor, MeasuredLoss]:
     """Return the sum over tokens of weight x loss; over the micro-batches of an update that is its mean.
 
     Args:
-        logps_RC: log pi of each completion token, with gradient.
-        entropy_RC: entropies of their distributions, with gradient.
-        batch: the micro-batch: `loss_mask`, `advantages` and `sampler_logps` (R, C), `token_weights` (R,),
-            `ce_mask` (R, C) and `ce_weights` (R,) where tokens are trained by cross-entropy,
+        logps_RT: log pi of each sampled token, with gradient; any numbers elsewhere.
+        entropy_RT: entropies of their distributions, with gradient.
+        batch: the micro-batch: `loss_mask`, `advantages` and `sampler_logps` (R, T), `token_weights` (R,),
+            `ce_mask` (R, T) and `ce_weights` (R,) where tokens are trained by cross-entropy,
             `update_tokens`, and where there are any `old_logps` (those of this pass, if not) and `reference_logps`.
         entropy_coef: coefficient of the mean entropy over the update's tokens.
-        trained_RC: tokens whose objective counts; all that were sampled when left out.
-        others_RCK: log pi of `teacher_ids`, with gradient, where the batch has them.
+        trained_RT: tokens whose objective counts; all that were sampled when left out.
+        others_RTK: log pi of `teacher_ids`, with gradient, where the batch has them.
     """
-    loss_type, terms = LOSS_TYPES[args.loss_type], token_terms(logps_RC, batch, args)
-    objective_RC = loss_type.objective(terms, args)
+    loss_type, terms = LOSS_TYPES[args.loss_type], token_terms(logps_RT, batch, args)
+    objective_RT = loss_type.objective(terms, args)
     if not loss_type.multiplies_ratios:
-        objective_RC = objective_RC * terms.correction_RC
+        objective_RT = objective_RT * terms.correction_RT
     if args.off_policy_mask_threshold is not None:
-        objective_RC = objective_RC * _near_sampler(terms, args.off_policy_mask_threshold)
-    if trained_RC is not None:
-        objective_RC = objective_RC * trained_RC
-    values = {"entropy": terms.of_tokens(entropy_RC), **loss_type.measure(terms, args), **_mismatch(terms, args)}
+        objective_RT = objective_RT * _near_sampler(terms, args.off_policy_mask_threshold)
+    if trained_RT is not None:
+        objective_RT = objective_RT * trained_RT
+    values = {"entropy": terms.of_tokens(entropy_RT), **loss_type.measure(terms, args), **_mismatch(terms, args)}
     if "reference_logps" in batch:
-        reference_RC, estimator = terms.sampled(batch["reference_logps"]), args.kl_estimator or "k3"
+        reference_RT, estimator = terms.sampled(batch["reference_logps"]), args.kl_estimator or "k3"
         # k3 is multiplied by the ratio of the row where that is the objective's, as in TRL
-        ratio = terms.ratio if estimator == "k3" else policy_ratios(terms.logps_RC, terms.old_RC, terms.mask_RC)
+        ratio = terms.ratio if estimator == "k3" else policy_ratios(terms.logps_RT, terms.old_RT, terms.mask_RT)
         corrected = args.use_bias_correction_kl
-        kl_RC = kl_terms(terms.logps_RC, reference_RC, ratio, estimator, corrected=corrected)
-        objective_RC = objective_RC - args.beta * kl_RC
-        k3_RC = kl_terms(terms.logps_RC, reference_RC, terms.ratio, "k3", corrected=corrected)
-        values["kl"] = terms.of_tokens(k3_RC)
+        kl_RT = kl_terms(terms.logps_RT, reference_RT, ratio, estimator, corrected=corrected)
+        objective_RT = objective_RT - args.beta * kl_RT
+        k3_RT = kl_terms(terms.logps_RT, reference_RT, terms.ratio, "k3", corrected=corrected)
+        values["kl"] = terms.of_tokens(k3_RT)
     if "teacher_logps" in batch:
-        values["teacher_kl"] = terms.of_tokens(terms.sampler_RC - terms.sampled(batch["teacher_logps"]))
-    if others_RCK is not None:
-        teacher_RCK = batch["teacher_ids_logps"]
-        forward_RC = terms.sampled((teacher_RCK.exp() * (teacher_RCK - others_RCK)).sum(-1))
-        objective_RC = objective_RC - args.teacher_coef * forward_RC
-        values["teacher_forward_kl"] = terms.of_tokens(forward_RC)
-    losses_R = -(batch["token_weights"].unsqueeze(1) * terms.sampled(objective_RC)).sum(1)
+        values["teacher_kl"] = terms.of_tokens(terms.sampler_RT - terms.sampled(batch["teacher_logps"]))
+    if others_RTK is not None:
+        teacher_RTK = batch["teacher_ids_logps"]
+        forward_RT = terms.sampled((teacher_RTK.exp() * (teacher_RTK - others_RTK)).sum(-1))
+        objective_RT = objective_RT - args.teacher_coef * forward_RT
+        values["teacher_forward_kl"] = terms.of_tokens(forward_RT)
+    losses_R = -(batch["token_weights"].unsqueeze(1) * terms.sampled(objective_RT)).sum(1)
     if "ce_mask" in batch:
-        ce_RC = torch.where(batch["ce_mask"].bool(), -logps_RC, 0.0)
-        losses_R = losses_R + batch["ce_weights"] * ce_RC.sum(1)
+        ce_RT = torch.where(batch["ce_mask"].bool(), -logps_RT, 0.0)
+        losses_R = losses_R + batch["ce_weights"] * ce_RT.sum(1)
         is_shown_R = batch["rollout_index"] < 0
         for name, of_kind_R in (("ce/demonstrations", is_shown_R), ("ce/environment", ~is_shown_R)):
-            values[name] = ce_RC.detach()[of_kind_R][batch["ce_mask"][of_kind_R].bool()]
+            values[name] = ce_RT.detach()[of_kind_R][batch["ce_mask"][of_kind_R].bool()]
     loss = losses_R.sum()
     measured = MeasuredLoss(loss.detach(), values, losses_R.detach().isfinite())
     if entropy_coef:
-        loss = loss - entropy_coef * terms.sampled(entropy_RC).sum() / batch["update_tokens"]
+        loss = loss - entropy_coef * terms.sampled(entropy_RT).sum() / batch["update_tokens"]
     return loss, measured
 
 
-def token_terms(logps_RC: Tensor, batch: Mapping[str, Tensor], args: LossSettings) -> TokenTerms:
+def token_terms(logps_RT: Tensor, batch: Mapping[str, Tensor], args: LossSettings) -> TokenTerms:
     """Return what the objective is made of; arguments as of `policy_loss`."""
-    mask_RC = batch["loss_mask"].bool()
+    mask_RT = batch["loss_mask"].bool()
     # tokens that nobody sampled may hold anything; a ratio of zeros cannot overflow
-    logps_RC, sampler_RC, advantage_RC = (
-        torch.where(mask_RC, values_RC, 0.0) for values_RC in (logps_RC, batch["sampler_logps"], batch["advantages"])
+    logps_RT, sampler_RT, advantage_RT = (
+        torch.where(mask_RT, values_RT, 0.0) for values_RT in (logps_RT, batch["sampler_logps"], batch["advantages"])
     )
     if not args.use_rewards:
-        advantage_RC = torch.zeros_like(advantage_RC)
+        advantage_RT = torch.zeros_like(advantage_RT)
     if "teacher_logps" in batch and "teacher_ids" not in batch:
-        teacher_RC = torch.where(mask_RC, batch["teacher_logps"], 0.0)
-        advantage_RC = advantage_RC + args.teacher_coef * (teacher_RC - sampler_RC)
-    old_RC = torch.where(mask_RC, batch["old_logps"], 0.0) if "old_logps" in batch else logps_RC.detach()
-    ratio = policy_ratios(logps_RC, old_RC, mask_RC, args.importance_sampling_level)
-    correction_RC = torch.ones_like(old_RC)
+        teacher_RT = torch.where(mask_RT, batch["teacher_logps"], 0.0)
+        advantage_RT = advantage_RT + args.teacher_coef * (teacher_RT - sampler_RT)
+    old_RT = torch.where(mask_RT, batch["old_logps"], 0.0) if "old_logps" in batch else logps_RT.detach()
+    ratio = policy_ratios(logps_RT, old_RT, mask_RT, args.importance_sampling_level)
+    correction_RT = torch.ones_like(old_RT)
     if args.vllm_importance_sampling_correction:
-        correction_RC = importance_weights(old_RC, sampler_RC, mask_RC, args)
-    return TokenTerms(logps_RC, old_RC, sampler_RC, ratio, advantage_RC, correction_RC, mask_RC)
+        correction_RT = importance_weights(old_RT, sampler_RT, mask_RT, args)
+    return TokenTerms(logps_RT, old_RT, sampler_RT, ratio, advantage_RT, correction_RT, mask_RT)
 
 
-def policy_ratios(logps_RC: Tensor, old_RC: Tensor, mask_RC: Tensor, level: str = "token") -> Tensor:
-    """Return pi / pi_old of each token (R, C), or at the level "sequence" its geometric mean over each row (R, 1).
+def policy_ratios(logps_RT: Tensor, old_RT: Tensor, mask_RT: Tensor, level: str = "token") -> Tensor:
+    """Return pi / pi_old of each token (R, T), or at the level "sequence" its geometric mean over each row (R, 1).
 
     The second is the ratio of GSPO (Zheng et al., "Group sequence policy optimization", arXiv:2507.18071).
     """
-    log_ratio_RC = torch.where(mask_RC, logps_RC - old_RC, 0.0)
+    log_ratio_RT = torch.where(mask_RT, logps_RT - old_RT, 0.0)
     if level == "token":
-        return log_ratio_RC.exp()
-    return (log_ratio_RC.sum(1, keepdim=True) / mask_RC.sum(1, keepdim=True).clamp(min=1)).exp()
+        return log_ratio_RT.exp()
+    return (log_ratio_RT.sum(1, keepdim=True) / mask_RT.sum(1, keepdim=True).clamp(min=1)).exp()
 
 
-def kl_terms(logps_RC: Tensor, reference_RC: Tensor, ratio: Tensor, estimator: str, *, corrected: bool) -> Tensor:
-    """Return an estimate (R, C) of KL(pi || pi_ref) at each token, in nats, to be put into the loss.
+def kl_terms(logps_RT: Tensor, reference_RT: Tensor, ratio: Tensor, estimator: str, *, corrected: bool) -> Tensor:
+    """Return an estimate (R, T) of KL(pi || pi_ref) at each token, in nats, to be put into the loss.
 
     With d = log pi - log pi_ref, k1 is d, k2 is d^2 / 2 and k3 is e^-d - 1 + d (Schulman, "Approximating KL
     divergence", 2020). As a term of a loss k2 has the gradient of the KL in expectation, and k1 none. The factor
@@ -347,23 +347,23 @@ def kl_terms(logps_RC: Tensor, reference_RC: Tensor, ratio: Tensor, estimator: s
     (Liu et al., arXiv:2510.01555).
 
     Args:
-        logps_RC: log pi, with gradient.
-        reference_RC: log pi_ref.
+        logps_RT: log pi, with gradient.
+        reference_RT: log pi_ref.
         ratio: pi / pi_old, with gradient.
         corrected: multiply by that factor.
     """
-    difference_RC = logps_RC - reference_RC
+    difference_RT = logps_RT - reference_RT
     if estimator == "k1":
-        kl_RC = difference_RC
+        kl_RT = difference_RT
     elif estimator == "k2":
-        kl_RC, ratio = difference_RC.square() / 2, ratio.detach()
+        kl_RT, ratio = difference_RT.square() / 2, ratio.detach()
     else:
-        kl_RC = (-difference_RC).exp() - 1 + difference_RC
-    return kl_RC * ratio if corrected else kl_RC
+        kl_RT = (-difference_RT).exp() - 1 + difference_RT
+    return kl_RT * ratio if corrected else kl_RT
 
 
-def importance_weights(old_RC: Tensor, sampler_RC: Tensor, mask_RC: Tensor, args: LossSettings) -> Tensor:
-    """Return the weights (R, C) between the sampler's policy mu and the proximal pi_old; 1.0 off the sampled tokens.
+def importance_weights(old_RT: Tensor, sampler_RT: Tensor, mask_RT: Tensor, args: LossSettings) -> Tensor:
+    """Return the weights (R, T) between the sampler's policy mu and the proximal pi_old; 1.0 off the sampled tokens.
 
     A truncated weight min(pi_old / mu, cap), without gradient, multiplies each token's objective: decoupled PPO
     (Hilton et al., arXiv:2110.00641), with the truncation of Yao et al. ("Your efficient RL framework secretly brings
@@ -374,31 +374,31 @@ def importance_weights(old_RC: Tensor, sampler_RC: Tensor, mask_RC: Tensor, args
     the bounds) or "mask" (ratios outside the bounds become 0).
 
     Args:
-        old_RC, sampler_RC: log pi_old and log mu of each token, in nats.
-        mask_RC: 1 on sampled tokens.
+        old_RT, sampler_RT: log pi_old and log mu of each token, in nats.
+        mask_RT: 1 on sampled tokens.
         args: mode and bounds, `vllm_importance_sampling_...`; None is no bound.
     """
     mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
     high = args.vllm_importance_sampling_clip_max
-    ratio_RC = _sampler_ratios(old_RC, sampler_RC, mask_RC, mode)
+    ratio_RT = _sampler_ratios(old_RT, sampler_RT, mask_RT, mode)
     low, high = 0.0 if low is None else low, float("inf") if high is None else high
     if mode.endswith("truncate"):
-        weights_RC = ratio_RC.clamp(low, high)
+        weights_RT = ratio_RT.clamp(low, high)
     else:
-        weights_RC = torch.where((ratio_RC >= low) & (ratio_RC <= high), ratio_RC, 0.0)
-    return torch.where(mask_RC.bool(), weights_RC, 1.0)
+        weights_RT = torch.where((ratio_RT >= low) & (ratio_RT <= high), ratio_RT, 0.0)
+    return torch.where(mask_RT.bool(), weights_RT, 1.0)
 
 
-def _sampler_ratios(old_RC: Tensor, sampler_RC: Tensor, mask_RC: Tensor, mode: str) -> Tensor:
-    """Return pi_old / mu (R, C) as a mode sees it: of each token, or in "sequence_" modes of each row."""
-    log_ratio_RC = torch.where(mask_RC.bool(), old_RC - sampler_RC, 0.0)
+def _sampler_ratios(old_RT: Tensor, sampler_RT: Tensor, mask_RT: Tensor, mode: str) -> Tensor:
+    """Return pi_old / mu (R, T) as a mode sees it: of each token, or in "sequence_" modes of each row."""
+    log_ratio_RT = torch.where(mask_RT.bool(), old_RT - sampler_RT, 0.0)
     if mode.startswith("sequence"):
-        return log_ratio_RC.sum(1, keepdim=True).exp().expand_as(log_ratio_RC)
-    return log_ratio_RC.exp()
+        return log_ratio_RT.sum(1, keepdim=True).exp().expand_as(log_ratio_RT)
+    return log_ratio_RT.exp()
 
 
 def measure_mismatch(
-    old_RC: Tensor, sampler_RC: Tensor, mask_RC: Tensor, weights_RC: Tensor | None, args: LossSettings
+    old_RT: Tensor, sampler_RT: Tensor, mask_RT: Tensor, weights_RT: Tensor | None, args: LossSettings
 ) -> dict[str, Tensor]:
     """Return how far the sampler and the proximal policy are apart at each sampled token, by the name of the metric.
 
@@ -406,13 +406,13 @@ def measure_mismatch(
     nats (Schulman, "Approximating KL divergence", 2020). The ratios are those that the mode sees.
 
     Args:
-        weights_RC: what `importance_weights` made of the ratios; None without importance sampling.
+        weights_RT: what `importance_weights` made of the ratios; None without importance sampling.
     """
-    sampled_RC = mask_RC.bool()
-    old_RC, sampler_RC = old_RC.double(), sampler_RC.double()
-    log_ratio = (old_RC - sampler_RC)[sampled_RC]
-    ratio = _sampler_ratios(old_RC, sampler_RC, mask_RC, args.vllm_importance_sampling_mode)[sampled_RC]
-    weight = ratio if weights_RC is None else weights_RC[sampled_RC].double()
+    sampled_RT = mask_RT.bool()
+    old_RT, sampler_RT = old_RT.double(), sampler_RT.double()
+    log_ratio = (old_RT - sampler_RT)[sampled_RT]
+    ratio = _sampler_ratios(old_RT, sampler_RT, mask_RT, args.vllm_importance_sampling_mode)[sampled_RT]
+    weight = ratio if weights_RT is None else weights_RT[sampled_RT].double()
     return {
         "mismatch_kl": log_ratio.exp() - 1 - log_ratio,
         "sampling/importance_sampling_ratio/mean": ratio,
@@ -425,14 +425,14 @@ def measure_mismatch(
 
 def _mismatch(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
     if args.vllm_importance_sampling_correction:
-        return measure_mismatch(terms.old_RC, terms.sampler_RC, terms.mask_RC, terms.correction_RC, args)
+        return measure_mismatch(terms.old_RT, terms.sampler_RT, terms.mask_RT, terms.correction_RT, args)
     # of tokens that may be stale the old log-probs are the sampler's own
-    old_RC = terms.logps_RC.detach() if args.may_be_stale else terms.old_RC
-    return measure_mismatch(old_RC, terms.sampler_RC, terms.mask_RC, None, args)
+    old_RT = terms.logps_RT.detach() if args.may_be_stale else terms.old_RT
+    return measure_mismatch(old_RT, terms.sampler_RT, terms.mask_RT, None, args)
 
 
 def _near_sampler(terms: TokenTerms, threshold: float) -> Tensor:
     """Return False on rows of a negative advantage that are far off policy (DeepSeek-V3.2, arXiv:2512.02556)."""
-    counts_R1 = terms.mask_RC.sum(1, keepdim=True).clamp(min=1)
-    kl_R1 = (terms.sampler_RC - terms.logps_RC.detach()).sum(1, keepdim=True) / counts_R1
-    return (terms.advantage_RC >= 0) | (kl_R1 <= threshold)
+    counts_R1 = terms.mask_RT.sum(1, keepdim=True).clamp(min=1)
+    kl_R1 = (terms.sampler_RT - terms.logps_RT.detach()).sum(1, keepdim=True) / counts_R1
+    return (terms.advantage_RT >= 0) | (kl_R1 <= threshold)

@@ -12,7 +12,7 @@ all tokens by all is made, on any device, which FlexAttention would compile anew
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,12 +94,6 @@ class SharedRows:
             "attention_mask": everything,
             SHARED_ROWS: self,
         }
-
-
-def whole_rows(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (R, T) of prompts and completions together."""
-    ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    return ids_RT, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
 def share_prefixes(
