@@ -43,13 +43,11 @@ def train_a_little(policy: Any, seed: int) -> None:
 @torch.no_grad()
 def log_probs_of(policy: Any, prompt: list[int], sampled: Any, temperature: float) -> torch.Tensor:
     """Return the log-prob of each sampled token, in nats, by the trainer's own function."""
-    from verifiers.train.loss.logprobs import log_probs_of_copy
+    from verifiers.train.loss.logprobs import fused_pass
 
-    ids = torch.tensor([[*prompt, *sampled.token_ids]])
-    loss_mask = torch.tensor([[0] * len(prompt) + [1] * len(sampled.token_ids)])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": loss_mask}
-    found: torch.Tensor = log_probs_of_copy(policy, batch, temperature, 1)[0, len(prompt) :].cpu()
-    return found
+    ids = torch.tensor([[*prompt, *sampled.token_ids]], device=policy.device)
+    found: torch.Tensor = fused_pass(policy, temperature, input_ids=ids, labels=ids).log_probs
+    return found[0, len(prompt) - 1 :].cpu()
 
 
 def check_agreement(asked: Asked, report: Report, dtype: torch.dtype, graphs: bool) -> None:

@@ -14,7 +14,6 @@ import verifiers as vf
 from verifiers.cli import train
 from verifiers.errors import WeightSyncError
 from verifiers.monitoring.run_log import read_run
-from verifiers.train.loss import logprobs
 
 
 @pytest.fixture
@@ -83,17 +82,19 @@ def test_a_copy_of_the_policy_is_checked_at_first_and_then_now_and_then(
 def test_old_log_probs_on_the_copy_are_the_trainers_own(
     bf16: bool, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared, on_copy = [], logprobs.log_probs_of_copy
-
-    def comparing(copy: Any, batch: Any, *given: Any) -> torch.Tensor:
-        there = on_copy(copy, batch, *given)
-        compared.append((there, trainer.logprobs.of_model(trainer.model, batch), batch["loss_mask"].bool()))
-        return there
-
-    monkeypatch.setattr(logprobs, "log_probs_of_copy", comparing)
+    compared = []
     trainer = make(
         tiny_world.Dialogue(), num_iterations=2, temperature=0.7, bf16=bf16, old_logprobs_on_rollout_device=True
     )
+    old = trainer.logprobs.old
+
+    def comparing(batch: Any, copy: Any) -> torch.Tensor:
+        assert copy is not None
+        there = old(batch, copy)
+        compared.append((there, trainer.logprobs.of_model(trainer.model, batch), batch["loss_mask"].bool()))
+        return there
+
+    monkeypatch.setattr(trainer.logprobs, "old", comparing)
     trainer.train()
     assert compared
     for there, here, real in compared:

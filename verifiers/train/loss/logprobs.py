@@ -156,7 +156,7 @@ def fuse_heads(trainer: Any) -> None:
 
 
 def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_float32: bool = False) -> None:
-    """Make `model(..., labels=labels, fused_lm_head=True)` compute log-probs by `head_log_probs`.
+    """Make `model(..., labels=labels, fused_lm_head=True)` a `fused_pass`.
 
     It has to be part of the model's forward: wrappers that shard it gather its weights there. Replaces what
     `trl.trainer.utils.add_fused_lm_head` has installed; any other call of the model stays as it was.
@@ -173,37 +173,59 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(*args, **kwargs)
-        labels_RT, others_RTK = kwargs.pop("labels")[:, 1:], kwargs.pop("others", None)
-        counts_RT, kept_ids = (kwargs.pop(name, None) for name in ("kept_counts", "kept_ids"))
-        # the body and the head are looked up in each call: FSDP and PEFT replace them
-        body = self.base_model(*args, **{**kwargs, "use_cache": False})
-        # a model that is spread over devices takes its labels on the first and may end on another
-        scored_RT = (labels_RT := labels_RT.to(body.last_hidden_state.device)) != IGNORED
-        shared = kwargs.get(SHARED_ROWS)
-        states_NH = (
-            body.last_hidden_state[:, :-1][scored_RT]
-            if shared is None
-            else body.last_hidden_state[0][shared.place_RT[:, :-1][scored_RT]]
-        )
-        precision: Any = nullcontext()
-        if in_float32:
-            states_NH = states_NH.float()
-            precision = torch.autocast(states_NH.device.type, enabled=False)
-        head = self.get_output_embeddings()
-        with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
-            others_NK, counts_N = (
-                None if one is None else one[:, 1:].to(scored_RT.device)[scored_RT] for one in (others_RTK, counts_RT)
-            )
-            kept = None if counts_N is None else Kept.of_counts(counts_N, kept_ids)
-            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs, others_NK, kept)
-        # masked_scatter keeps a micro-batch without any label connected to the model's parameters
-        logps, entropies, others = (None if one is None else _scattered(one, scored_RT) for one in found)
-        output = FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(self, body, kwargs))
-        if others is not None:
-            output["others"] = others
-        return output
+        return fused_pass(self, temperature, *args, outputs=outputs, in_float32=in_float32, **kwargs)
 
     model.forward = types.MethodType(forward, model)
+
+
+def fused_pass(
+    model: Any,
+    temperature: float,
+    *args: Any,
+    labels: Tensor,
+    others: Tensor | None = None,
+    kept_counts: Tensor | None = None,
+    kept_ids: Tensor | None = None,
+    outputs: tuple[str, ...] = ("log_probs",),
+    in_float32: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Pass rows through a model and return log-probs (R, T - 1) of the tokens after the first that have labels.
+
+    Args:
+        args, kwargs: of the model's body.
+        labels: (R, T); IGNORED where nothing is scored.
+        others: (R, T, K) other tokens whose log-probs are asked for, too.
+        kept_counts, kept_ids: as in `pad_rows`.
+    """
+    # the body and the head are looked up in each call: FSDP and PEFT replace them
+    body = model.base_model(*args, **{**kwargs, "use_cache": False})
+    # a model that is spread over devices takes its labels on the first and may end on another
+    labels_RT = labels[:, 1:].to(body.last_hidden_state.device)
+    scored_RT = labels_RT != IGNORED
+    shared = kwargs.get(SHARED_ROWS)
+    states_NH = (
+        body.last_hidden_state[:, :-1][scored_RT]
+        if shared is None
+        else body.last_hidden_state[0][shared.place_RT[:, :-1][scored_RT]]
+    )
+    precision: Any = nullcontext()
+    if in_float32:
+        states_NH = states_NH.float()
+        precision = torch.autocast(states_NH.device.type, enabled=False)
+    head = model.get_output_embeddings()
+    with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
+        others_NK, counts_N = (
+            None if one is None else one[:, 1:].to(scored_RT.device)[scored_RT] for one in (others, kept_counts)
+        )
+        kept = None if counts_N is None or kept_ids is None else Kept.of_counts(counts_N, kept_ids)
+        found = head_log_probs(model, states_NH, labels_RT[scored_RT], temperature, outputs, others_NK, kept)
+    # masked_scatter keeps a micro-batch without any label connected to the model's parameters
+    logps, entropies, of_others = (None if one is None else _scattered(one, scored_RT) for one in found)
+    output = FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(model, body, kwargs))
+    if of_others is not None:
+        output["others"] = of_others
+    return output
 
 
 def _scattered(values: Tensor, places_RT: Tensor) -> Tensor:
@@ -267,14 +289,15 @@ class PolicyLogprobs:
         self._batch_size, self._temperature, self._images = batch_size, temperature, images
         ranks.register("score", self.of_policy)
 
-    def score(self, model: Any, batch: Mapping[str, Any], *, experts: bool = False) -> Scored:
+    def score(self, model: Any, batch: Mapping[str, Any], *, experts: bool = False, device: Any = None) -> Scored:
         """Score the trained tokens of a micro-batch by a model whose head is fused.
 
         Args:
             batch: of `pad_rows`, with the layout of its rows' prefixes where they share some.
             experts: ask for the router's loss.
+            device: the model's, where that is not the accelerator's.
         """
-        device = self._accelerator.device
+        device = device or self._accelerator.device
         ids_RT, mask_RT = batch["input_ids"].to(device), batch["attention_mask"].to(device)
         trained_RT = batch["loss_mask"].bool()
         if "ce_mask" in batch:
@@ -323,15 +346,19 @@ class PolicyLogprobs:
         with trl.trainer.utils.use_adapter(adapters, adapter_name=adapter):
             return self.of_policy(batch)
 
+    @torch.no_grad()
     def old(self, batch: Mapping[str, Tensor], copy: Any = None) -> Tensor:
         """Return the log-probs (R, T) under the present policy, by a frozen copy of it where there is one."""
         if copy is None:
             return self.of_policy(batch)
-        size = self._batch_size or len(batch["input_ids"])
-        # as the accelerator wraps the policy's forward
-        with self._accelerator.autocast():
-            logps = log_probs_of_copy(copy, batch, self._temperature, size, self._images)
-        return logps.to(self._accelerator.device)
+
+        def model(*, fused_lm_head: bool, **given: Any) -> Any:
+            return fused_pass(copy, self._temperature, **given)
+
+        # without the layout of prefixes, which only the trainer's attention knows
+        parts = split_rows(batch, self._batch_size or len(batch["input_ids"]))
+        logps_RT = torch.cat([self.score(model, part, device=copy.device).logps_RT for part in parts])
+        return logps_RT.to(self._accelerator.device)
 
     def of_tokens(
         self,
@@ -373,30 +400,3 @@ def split_rows(batch: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
             last = first + int(part["kept_counts"].sum())
             part["kept_ids"], first = batch["kept_ids"][first:last], last
         yield part
-
-
-@torch.no_grad()
-def log_probs_of_copy(
-    copy: Any,
-    batch: Mapping[str, Any],
-    temperature: float,
-    batch_size: int,
-    images: RowImages | None = None,
-) -> Tensor:
-    """Return the log-probs (R, T) of a micro-batch's sampled tokens by a plain causal language model, on its device.
-
-    Args:
-        batch: of `pad_rows`, of which `input_ids`, `attention_mask` and `loss_mask` are needed, and `kept_counts` and
-            `kept_ids` where tokens were left out.
-    """
-    found = []
-    for part in split_rows(batch, batch_size):
-        ids, mask, sampled = (part[name].to(copy.device) for name in ("input_ids", "attention_mask", "loss_mask"))
-        given = {"input_ids": ids, "attention_mask": mask} | ({} if images is None else images.inputs(ids, part))
-        states, sampled = copy.base_model(**given, use_cache=False).last_hidden_state[:, :-1], sampled[:, 1:] > 0
-        kept = None
-        if "kept_ids" in part:
-            kept = Kept.of_counts(part["kept_counts"].to(copy.device)[:, 1:][sampled], part["kept_ids"])
-        logps, *_ = head_log_probs(copy, states[sampled], ids[:, 1:][sampled], temperature, kept=kept)
-        found.append(_from_first(_scattered(logps, sampled)))
-    return torch.cat(found)
