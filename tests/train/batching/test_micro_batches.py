@@ -187,7 +187,7 @@ def test_there_are_as_few_micro_batches_as_the_limit_allows(
         size = limit.rows or max(1, (limit.tokens or 10**9) // lengths[start])
         start, fewest = start + size, fewest + 1
     assert sum(sizes) == len(lengths)
-    assert min(at_least, len(lengths)) <= len(sizes) <= max(at_least, fewest)
+    assert len(sizes) <= max(at_least, fewest)
 
 
 def test_the_largest_micro_batch_is_as_small_as_their_number_allows() -> None:
@@ -197,7 +197,8 @@ def test_the_largest_micro_batch_is_as_small_as_their_number_allows() -> None:
     # one of two rows would be as large by the rows, and larger by the tokens
     assert micro_batch_sizes([100, 50, 50, 10, 10, 10, 10, 10], 1, MicroBatchLimit(rows=3)) == [1, 2, 5]
     assert micro_batch_sizes([8, 8, 8, 8], 4, MicroBatchLimit(rows=4)) == [1, 1, 1, 1]
-    assert micro_batch_sizes([8, 8, 8, 8, 8], 4, MicroBatchLimit(rows=4)) == [1, 1, 2, 1]
+    # four would have one of two rows as well
+    assert micro_batch_sizes([8, 8, 8, 8, 8], 4, MicroBatchLimit(rows=4)) == [2, 2, 1]
 
 
 @pytest.mark.parametrize("pack", [keep_micro_steps, balance_by_length])

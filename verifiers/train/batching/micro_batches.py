@@ -201,7 +201,7 @@ def balance_by_length(lengths: Sequence[int], micro_steps: int, ranks: int, limi
     """Pack rows by length alone, so that micro-batches and ranks are alike and padding is bounded.
 
     Micro-batches go to the micro-step that has least to do so far, the largest first: the first micro-batch of an
-    update needs the most memory. Each micro-step gets a micro-batch at least.
+    update needs the most memory. Where there are fewer than micro-steps, the others get one of padding rows.
     """
     order = _longest_first(range(len(lengths)), lengths)
     joint = _joint_micro_batches([order[rank::ranks] for rank in range(ranks)], lengths, micro_steps, limit)
@@ -326,8 +326,8 @@ def _with_padding_numbered(packing: Packing, num_rows: int) -> Packing:
 def micro_batch_sizes(lengths: Sequence[int], at_least: int, limit: MicroBatchLimit) -> list[int]:
     """Return how many rows each micro-batch takes, of rows that come longest first.
 
-    There are as few micro-batches as the limit allows, but at least `at_least` where there are rows enough; of the
-    ways to have that many, one whose largest is small, so that they are of like size.
+    There are as few micro-batches as the limit allows, or up to `at_least`; of the ways to have that many, one whose
+    largest is small, so that they are of like size.
     """
     if not lengths:
         return []
@@ -341,7 +341,7 @@ def micro_batch_sizes(lengths: Sequence[int], at_least: int, limit: MicroBatchLi
             high = middle
         else:
             low = middle + 1
-    return _halved(lengths, _filled(lengths, low), at_least)
+    return _filled(lengths, low)
 
 
 def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
@@ -352,20 +352,6 @@ def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
         size = min(len(lengths) - start, max(1, tokens // lengths[start]))
         sizes.append(size)
         start += size
-    return sizes
-
-
-def _halved(lengths: Sequence[int], sizes: list[int], at_least: int) -> list[int]:
-    """Halve the largest micro-batches until there are `at_least`, or each holds one row."""
-    while len(sizes) < at_least and max(sizes) > 1:
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        # among those of several rows the one that costs most, the first of equals
-        largest = max(
-            (index for index, size in enumerate(sizes) if size > 1),
-            key=lambda index: (sizes[index] * lengths[starts[index]], -index),
-        )
-        half = sizes[largest] // 2
-        sizes[largest : largest + 1] = [sizes[largest] - half, half]
     return sizes
 
 
