@@ -87,7 +87,8 @@ SIZES = st.builds(
 
 @functools.cache
 def args() -> GRPOConfig:
-    return GRPOConfig("unused", use_cpu=True, bf16=False, loss_type="dapo", max_completion_length=7)
+    sizes = {"max_completion_length": 7, "skip_zero_advantage_rows": False}
+    return GRPOConfig("unused", use_cpu=True, bf16=False, loss_type="dapo", **sizes)
 
 
 class Fated(Environment):

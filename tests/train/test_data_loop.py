@@ -83,9 +83,7 @@ def reference(batch: MicroBatch) -> Tensor:
     return batch["sampler_logps"] - 0.1 * batch["rollout_index"].unsqueeze(1)
 
 
-def data_loop(
-    block: ScoredBlock, plan: BatchPlan, ranks: Any, logged: dict[str, float], *, skips: bool = False, **settings: Any
-) -> DataLoop:
+def data_loop(block: ScoredBlock, plan: BatchPlan, ranks: Any, logged: dict[str, float], **settings: Any) -> DataLoop:
     prefetcher = SimpleNamespace(
         check=lambda: None,
         begin=lambda *_: None,
@@ -97,13 +95,11 @@ def data_loop(
     logprobs: Any = SimpleNamespace(of_reference=reference, old=lambda batch, _: batch["sampler_logps"])
     return DataLoop(
         plan,
-        GRPOConfig("unused", use_cpu=True, bf16=False, **settings),
+        GRPOConfig("unused", use_cpu=True, bf16=False, **{"skip_zero_advantage_rows": False, **settings}),
         ranks,
         logprobs,
         session,
         StageTimer(),
-        beta=0.0,
-        skip_zero_advantage=skips,
         record=lambda block, trained, step: block_metrics(block, trained, plan, optimizer_step=step),
         log_block=lambda *_: None,
         log=logged.update,
@@ -156,7 +152,7 @@ def test_on_one_process_the_local_mean_is_the_global_one_streamed_or_not(streami
         Group(2, [replace(one, key=RolloutKey(0, 2, place)) for place, one in enumerate(block.groups[1].rollouts)])
     )
     only_rank = Ranks(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True))
-    loop = data_loop(block, plan, only_rank, logged, skips=True, streaming=streaming)
+    loop = data_loop(block, plan, only_rank, logged, skip_zero_advantage_rows=True, streaming=streaming)
     for step in range(max_steps):
         for micro_step in range(2):
             loop.micro_batches(step, micro_step)

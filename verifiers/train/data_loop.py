@@ -54,7 +54,6 @@ class DataLoop:
     """Micro-batches for each micro-step of a run; every rank has one, and rank 0 makes them for all.
 
     Args:
-        beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
         log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
         log: called on every rank with the metrics of a block.
@@ -73,16 +72,13 @@ class DataLoop:
         session: RolloutSession,
         timer: StageTimer,
         *,
-        beta: float,
-        skip_zero_advantage: bool,
         demonstrations: Demonstrations | None = None,
         record: Callable[[ScoredBlock, TrainingBlock, int], dict[str, float]],
         log_block: Callable[[ScoredBlock, int, Sequence[Dropped]], None],
         log: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._plan, self._args, self._ranks, self._logprobs, self._session = plan, args, ranks, logprobs, session
-        self.timer, self._beta = timer, beta
-        self._skip_zero_advantage, self._demonstrations = skip_zero_advantage, demonstrations
+        self.timer, self._demonstrations = timer, demonstrations
         self._record, self._log_block, self._log = record, log_block, log
         self.reset()
 
@@ -174,7 +170,6 @@ class DataLoop:
             block,
             self._plan,
             self._args,
-            skip_zero_advantage=self._skip_zero_advantage,
             oldest_version=self._session.open().oldest_version(step),
             demonstrations=self._demonstrations,
             penalties=None if kl is None else {rollouts[place].key: weight * nats for place, (nats, _) in kl.items()},
@@ -188,8 +183,7 @@ class DataLoop:
     def _begin_stream(self, block_id: int, step: int) -> None:
         prefetcher = self._session.open()
         prefetcher.begin(block_id, step)
-        skip = self._skip_zero_advantage
-        self._stream = BlockStream(prefetcher, self._plan, self._args, block_id, step, skip_zero_advantage=skip)
+        self._stream = BlockStream(prefetcher, self._plan, self._args, block_id, step)
 
     def _produce_streamed(self, in_block: int) -> list[RankSteps]:
         """Wait for the next micro-step of the block that is being generated; only the first time it is trained."""
@@ -276,7 +270,7 @@ class DataLoop:
                 batch["old_logps"] = batch["sampler_logps"]
             elif trained_again:
                 batch["old_logps"] = self._logprobs.old(batch, copy)
-            if self._beta != 0.0:
+            if args.beta != 0.0 and not args.kl_in_reward:
                 batch["reference_logps"] = self._logprobs.of_reference(batch)
 
 

@@ -184,7 +184,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.last_block: ScoredBlock | None = None
         plan = with_one_bos(plan, self._rows, self.processing_class)
         self.sampling_args = plan.sampling_args
-        self._settle_prefixes()
+        self._settle_rows()
         self._make_parts(plan, client, weight_sync)
         self._set_callbacks(callbacks or [])
 
@@ -250,8 +250,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.logprobs,
             self.session,
             self.timer,
-            beta=self.beta,
-            skip_zero_advantage=only_advantages_matter(args, self.beta, self.aux_loss_enabled),
             demonstrations=self._load_demonstrations(),
             record=self._record_block,
             log_block=self.directory.log_block,
@@ -296,9 +294,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.ranks.on_rank_0(lambda: loaded.append(load(seed=self.plan.seed, max_seq_len=args.max_seq_len)))
         return loaded[0] if loaded else None
 
-    def _settle_prefixes(self) -> None:
-        """Turn `share_prefixes` off where the model cannot; rows are packed by it too."""
+    def _settle_rows(self) -> None:
+        """Turn off what the model or its loss does not allow of rows: leaving some out, and sharing prefixes."""
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
+        args.skip_zero_advantage_rows &= only_advantages_matter(args, self.aux_loss_enabled)
         base = policy.get_base_model() if is_peft_model(policy) else policy
         if args.share_prefixes and (
             self.aux_loss_enabled

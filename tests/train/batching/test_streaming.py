@@ -53,11 +53,9 @@ def a_block(plan: BatchPlan, seed: int, block_id: int = 0) -> ScoredBlock:
 
 
 @functools.cache
-def some_settings(loss_type: str) -> GRPOConfig:
-    high = 5.0 if loss_type == "cispo" else None
-    return GRPOConfig(
-        "unused", use_cpu=True, bf16=False, loss_type=loss_type, epsilon_high=high, max_completion_length=7
-    )
+def some_settings(loss_type: str, skip: bool = False) -> GRPOConfig:
+    sizes = {"epsilon_high": 5.0 if loss_type == "cispo" else None, "max_completion_length": 7}
+    return GRPOConfig("unused", use_cpu=True, bf16=False, loss_type=loss_type, skip_zero_advantage_rows=skip, **sizes)
 
 
 class Prefetcher:
@@ -76,10 +74,12 @@ class Prefetcher:
         return self._oldest
 
 
-def streamed(block: ScoredBlock, plan: BatchPlan, args: Any, **options: Any) -> tuple[MicroSteps, list[float], Any]:
+def streamed(
+    block: ScoredBlock, plan: BatchPlan, args: Any, oldest: int | None = None
+) -> tuple[MicroSteps, list[float], Any]:
     """Return the micro-batches, the scale of each update's gradient, and what was dropped."""
-    prefetcher: Any = Prefetcher(block, options.pop("oldest", None))
-    stream = BlockStream(prefetcher, plan, args, block.block_id, 0, **options)
+    prefetcher: Any = Prefetcher(block, oldest)
+    stream = BlockStream(prefetcher, plan, args, block.block_id, 0)
     parts = [stream.next() for _ in range(plan.steps_per_generation)]
     scales = [scale for _, scale in parts if scale is not None]
     _, trained = stream.finish()
@@ -140,9 +140,9 @@ def test_a_streamed_update_weighs_every_token_as_the_whole_block_does(
 ) -> None:
     sizes = {**sizes, "updates": 1}
     plan = a_plan(sizes)
-    block, args = a_block(plan, seed), some_settings(loss_type)
-    micro_steps, scales, dropped = streamed(block, plan, args, skip_zero_advantage=skip)
-    whole = build_training_block(block, plan, args, skip_zero_advantage=skip)
+    block, args = a_block(plan, seed), some_settings(loss_type, skip)
+    micro_steps, scales, dropped = streamed(block, plan, args)
+    whole = build_training_block(block, plan, args)
     assert influence(micro_steps, scales, plan) == pytest.approx(influence(whole.micro_steps, [1.0], plan), rel=1e-5)
     assert sorted(map(str, dropped)) == sorted(map(str, whole.dropped))
 
@@ -153,8 +153,8 @@ def test_every_rollout_is_in_its_planned_micro_batch_or_dropped_with_a_reason(
     sizes: dict[str, int], seed: int, skip: bool, oldest: int | None
 ) -> None:
     plan = a_plan(sizes)
-    block, args = a_block(plan, seed), some_settings("dapo")
-    micro_steps, scales, dropped = streamed(block, plan, args, skip_zero_advantage=skip, oldest=oldest)
+    block, args = a_block(plan, seed), some_settings("dapo", skip)
+    micro_steps, scales, dropped = streamed(block, plan, args, oldest)
     assert len(scales) == sizes["updates"]
     place = {key: index for index, key in enumerate(plan.requests(0))}
     trained = set()

@@ -150,7 +150,9 @@ def packed(args: GRPOConfig, ranks: int, micro_steps: int, forked: bool, skips: 
         max_steps=1,
         num_prompts=PROMPTS,
     )
-    return build_training_block(WORLD.block(forked), plan, args, skip_zero_advantage=skips).micro_steps
+    args = copy.copy(args)
+    args.skip_zero_advantage_rows = skips
+    return build_training_block(WORLD.block(forked), plan, args).micro_steps
 
 
 def ours(args: GRPOConfig, micro_steps: MicroSteps) -> tuple[Tensor, Tensor, dict[str, float]]:

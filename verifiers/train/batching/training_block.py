@@ -94,7 +94,6 @@ def build_training_block(
     plan: BatchPlan,
     args: GRPOConfig,
     *,
-    skip_zero_advantage: bool = False,
     oldest_version: int | None = None,
     penalties: Mapping[RolloutKey, float] | None = None,
     demonstrations: Demonstrations | None = None,
@@ -105,12 +104,10 @@ def build_training_block(
     a failed rollout leaves a gap rather than moving the others; all rows of a rollout stay in one update.
 
     Args:
-        skip_zero_advantage: leave out rollouts whose advantage is 0 on every token. They still count in every
-            denominator, so loss and gradient are the same; only right where nothing else reaches the loss.
         oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
         demonstrations: trained on in the same updates, `demonstrations_share` as many as rollouts.
     """
-    picked = _pick_rows(block, args, oldest_version, skip_zero_advantage, penalties)
+    picked = _pick_rows(block, args, oldest_version, penalties)
     order = plan.shuffle_order(block.block_id, plan.completions_per_block)
     place = {rollout: index for index, rollout in enumerate(order)}
     samples = sorted(picked.samples, key=lambda sample: place[sample.rollout_index])
@@ -138,16 +135,14 @@ def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig) -> Micr
     return _packed({"samples": _with_padding(samples, packing)}, packing, args)
 
 
-def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
+def only_advantages_matter(args: GRPOConfig, experts: bool) -> bool:
     """Return whether a row whose advantage is 0 adds nothing to the loss, so that it can be left out.
 
     Args:
-        beta: coefficient of the KL term.
         experts: the loss has the router's term of a mixture of experts.
     """
     return (
-        args.skip_zero_advantage_rows
-        and beta == 0.0
+        (args.beta == 0.0 or args.kl_in_reward)
         and args.entropy_coef == 0.0
         and not args.use_adaptive_entropy
         and args.top_entropy_quantile >= 1.0
@@ -172,12 +167,9 @@ class BlockStream:
         args: GRPOConfig,
         block_id: int,
         optimizer_step: int,
-        *,
-        skip_zero_advantage: bool = False,
     ) -> None:
         self._prefetcher, self._plan, self._args = prefetcher, plan, args
         self._block_id, self.optimizer_step = block_id, optimizer_step
-        self._skip_zero_advantage = skip_zero_advantage
         self.block: ScoredBlock | None = None
         self._micro_steps: MicroSteps = []
         self._dropped: list[Dropped] = []
@@ -196,7 +188,7 @@ class BlockStream:
         self.block = block = ScoredBlock(self._block_id, groups)
         here = {rollout.key for rollout in block.rollouts[first:last]}
         oldest = self._prefetcher.oldest_version(self.optimizer_step)
-        picked = _pick_rows(block, args, oldest, self._skip_zero_advantage)
+        picked = _pick_rows(block, args, oldest)
         self._dropped += [item for item in picked.dropped if item.key in here]
         samples = [one for one in picked.samples if block.rollouts[one.rollout_index].key in here]
         self._counted += samples
@@ -228,7 +220,8 @@ class _PickedRows(NamedTuple):
     """The rows of a block that count.
 
     Attributes:
-        skipped: rollouts among them that are not computed, since their advantage is 0 on every token.
+        skipped: rollouts among them that are not computed, since their advantage is 0 on every token. They still
+            count in every denominator, so loss and gradient are the same.
         dropped: the rest, and those skipped.
     """
 
@@ -242,14 +235,13 @@ def _pick_rows(
     block: ScoredBlock,
     args: GRPOConfig,
     oldest_version: int | None,
-    skip_zero_advantage: bool,
     penalties: Mapping[RolloutKey, float] | None = None,
 ) -> _PickedRows:
     advantages = _block_advantages(block, args, penalties)
     samples, dropped = block_samples(block, advantages, args.max_seq_len, oldest_version)
     _refuse_forked_ratios(block, samples, args)
     skipped: set[int] = set()
-    if skip_zero_advantage:
+    if args.skip_zero_advantage_rows:
         with_gradient = {sample.rollout_index for sample in samples if sample.has_gradient}
         skipped = {sample.rollout_index for sample in samples} - with_gradient
     dropped += [Dropped.whole(block.rollouts[index], "zero_advantage") for index in sorted(skipped)]
