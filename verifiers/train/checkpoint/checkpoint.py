@@ -265,15 +265,16 @@ def load_pending_blocks(directory: str | Path) -> list[ScoredBlock]:
         ) from error
 
 
+_OURS = (ScoredBlock, Group, Rollout, TokenSequence, RolloutKey, Failure, Timing, Usage)
 _NOT_KEPT = ("info", "refusal", "state", "exception")
 """Fields of a rollout and its failure that nothing reads once it is scored."""
 
 
 def _plain(value: Any) -> Any:
-    """Return as JSON what json itself does not know: a dataclass by its fields, an array as a list."""
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if field.name not in _NOT_KEPT]
-        return {name: getattr(value, name) for name in names}
+    """Return for JSON what json does not know: what is ours by its fields, arrays as lists, the rest as text."""
+    if isinstance(value, _OURS):
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in names if name not in _NOT_KEPT}
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
