@@ -2,7 +2,7 @@
 
     python examples/demo/tiny.py [--seed 0] [--quick] [--server embedded|vllm]
 
-What happens: a character-level Qwen3 model is made from nothing; TRL's SFTTrainer gives it a short start on
+What happens: a character-level Qwen3 model is made from nothing; supervised steps give it a short start on
 reasoning-gym's `spell_backward`, until it solves about a third of eval words; an OpenAI-compatible server is
 started with it as a process of its own; GRPO trains it on words it has not been shown the answers of; and both
 models are compared on eval words, greedily, prompt by prompt.
