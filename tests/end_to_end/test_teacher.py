@@ -80,7 +80,7 @@ def test_the_forward_kl_over_the_teachers_likeliest_tokens_has_the_gradient_of_f
     if scaled:
         head = model.get_output_embeddings()
         head.bias = torch.nn.Parameter(torch.linspace(-1, 1, head.weight.shape[0]))
-        model.config.final_logit_softcapping = 3.0
+        head.register_forward_hook(lambda _, given, logits: 3.0 * (logits / 3.0).tanh())
     for ids, batch, place in rows_of(trainer):
         by_teacher = all_log_probs(other_model_dir, ids)
         for position in batch["loss_mask"][place].nonzero().flatten().tolist():
@@ -93,8 +93,6 @@ def test_the_forward_kl_over_the_teachers_likeliest_tokens_has_the_gradient_of_f
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
     states = model.base_model(**given).last_hidden_state
     logits = model.get_output_embeddings()(states)
-    if scaled:
-        logits = 3.0 * (logits / 3.0).tanh()
     log_probs_RTV = logits.log_softmax(-1)[:, :-1]
     by_teacher_RTK = batch["teacher_ids_logps"][:, 1:]
     kl_RT = (by_teacher_RTK.exp() * (by_teacher_RTK - log_probs_RTV.gather(2, batch["teacher_ids"][:, 1:]))).sum(-1)

@@ -178,6 +178,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         # DeepSpeed keeps weights of 32 bits beside those of 16
         if self.is_world_process_zero() and not self.is_deepspeed_enabled:
             warn_of_lost_updates(self.model, args.learning_rate)
+        if getattr(self.model.config.get_text_config(), "num_local_experts", None) == 0:
+            # a dense member of a family of mixtures, such as Granite 4's, routes nothing
+            self.aux_loss_enabled = False
         fuse_heads(self)
         use_onednn(self.model, self.ref_model)
         refuse_processes(args, self.accelerator, experts=self.aux_loss_enabled)

@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from verifiers.errors import ConfigError
 from verifiers.train.loss import logprobs
 from verifiers.train.loss.logprobs import fuse_head
 
@@ -34,6 +35,8 @@ SIZE |= {
 }
 SIZE |= {"initializer_range": 0.5, "use_cache": False}
 
+FULL = "full_attention"
+
 CONFIGS: dict[str, Any] = {
     "plain": lambda: hf.Qwen3Config(**SIZE, head_dim=8),
     "tied": lambda: hf.Qwen3Config(**SIZE, head_dim=8, tie_word_embeddings=True),
@@ -44,6 +47,11 @@ CONFIGS: dict[str, Any] = {
     "logit_scale": lambda: hf.CohereConfig(**SIZE, logit_scale=0.25),
     "logits_scaling": lambda: hf.GraniteConfig(**SIZE, logits_scaling=4.0),
     "bias": lambda: hf.PhiConfig(**SIZE),
+    "layers behind the body": lambda: hf.BertConfig(**SIZE, is_decoder=True),
+    "a head of two layers": lambda: hf.ModernBertDecoderConfig(**{**SIZE, "bos_token_id": 1}, layer_types=[FULL]),
+    "a factor that the forward leaves out": lambda: hf.MptConfig(
+        vocab_size=WORDS, d_model=16, n_layers=1, n_heads=2, max_seq_len=32, logit_scale=0.25
+    ),
     "experts": lambda: hf.Qwen3MoeConfig(
         **SIZE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.1
     ),
@@ -185,6 +193,16 @@ def test_a_micro_batch_without_labels_has_a_gradient_of_zero() -> None:
     assert all(not gradient.any() for gradient in gradients(model).values())
 
 
+def test_a_model_whose_logits_are_not_its_heads_is_refused_by_name() -> None:
+    config = hf.ProphetNetConfig(
+        vocab_size=WORDS, hidden_size=16, num_decoder_layers=1, num_decoder_attention_heads=2
+    )
+    model: Any = hf.ProphetNetForCausalLM(config)
+    fuse_head(model, TEMPERATURE, outputs=("log_probs",))
+    with pytest.raises(ConfigError, match="prophetnet"):
+        model(**make_batch(), fused_lm_head=True)
+
+
 def kept_tokens(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return 1 to 6 tokens around each label, of some labels none: their numbers (5, 10), their ids, and masks."""
     draw, counts, ids = torch.Generator().manual_seed(2), torch.zeros(5, 10, dtype=torch.int32), []
@@ -202,7 +220,7 @@ def kept_tokens(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("kind", ["plain", "tied", "soft cap", "logit_scale", "bias"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "soft cap", "logit_scale", "bias", "layers behind the body"])
 def test_over_the_tokens_that_were_kept_values_and_gradients_are_those_of_the_cut_logits(kind: str) -> None:
     model, batch = make_model(kind), make_batch()
     counts, ids, mask = kept_tokens(batch)

@@ -53,6 +53,7 @@ FAMILIES: dict[str, Any] = {
 OTHERS: dict[str, Any] = {
     "linear attention": lambda: hf.Qwen3NextConfig(**SIZE, **EXPERTS, head_dim=8, linear_num_value_heads=4),
     "convolutions": lambda: hf.Lfm2Config(**SIZE, layer_types=["conv", "full_attention", "conv"]),
+    "positions of its own": lambda: hf.RobertaConfig(**SIZE, is_decoder=True),
     "its own attention": lambda: hf.Gemma2Config(**SIZE, head_dim=8),
 }
 

@@ -10,6 +10,7 @@ soft-capped logits, and Liger needs Triton.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,10 +22,10 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
+from verifiers.errors import ConfigError
 from verifiers.train.image_processor import RowImages
 from verifiers.train.loss.prefixes import SHARED_ROWS
 from verifiers.train.processes.distributed import Ranks
@@ -38,9 +39,67 @@ _GATHERED = 2**24
 _CPU_TILE = 2**22
 """Logits of a tile on the CPU: 16 MiB in float32."""
 
+_SMALL, _LARGE = 2.0**-10, 2.0**60
+"""Logits that are nearly those before a soft cap, and nearly the cap."""
+
+
+class BeforeHead(NamedTuple):
+    """A model's own pass up to its head, and what it makes of the logits that come from it.
+
+    Attributes:
+        states_RTH: what the head is given.
+        scale: factor of the logits.
+        cap: the c of c * tanh(logits / c), after the factor; None where they are not capped.
+        router_loss: load-balancing loss of a mixture of experts; None where it was not asked for.
+    """
+
+    states_RTH: Tensor
+    scale: float
+    cap: float | None
+    router_loss: Tensor | None = None
+
+
+def before_head(model: Any, forward: Any, *args: Any, **kwargs: Any) -> BeforeHead:
+    """Run a model's own forward without the product of its head.
+
+    Two tokens of small and of large logits take the product's place: what comes of them is the factor and the cap.
+
+    Raises:
+        ConfigError: the model does something else with its logits.
+    """
+    head, own, seen = model.get_output_embeddings(), threading.get_ident(), list[Tensor]()
+
+    # a server on another thread may be sampling from the same copy of a policy
+    def take(_: Any, given: tuple[Tensor]) -> Any:
+        if threading.get_ident() != own:
+            return None
+        seen.append(given[0])
+        return (given[0][:1, :1],)
+
+    def stand_in(_: Any, given: Any, logits: Tensor) -> Tensor | None:
+        if threading.get_ident() != own:
+            return None
+        seen.append(torch.tensor([[[_SMALL], [_LARGE]]], device=logits.device).repeat(1, 1, logits.shape[-1]))
+        return seen[-1].clone()
+
+    if head is not None:
+        with head.register_forward_pre_hook(take), head.register_forward_hook(stand_in, prepend=True):
+            found = forward(*args, **{**kwargs, "use_cache": False})
+        logits = found.logits
+        if len(seen) == 2 and logits.shape == seen[1].shape and (logits == logits[..., :1]).all():
+            small, large = logits[0, :, 0].tolist()
+            scale = small / _SMALL
+            cap = large if large < scale * _LARGE else None
+            return BeforeHead(seen[0], scale, cap, found.get("aux_loss"))
+    raise ConfigError(
+        f"log-probs of model type {model.config.model_type!r} cannot be computed: its logits are not the product of "
+        "its output embeddings, times a factor or below a soft cap; train another model."
+    )
+
 
 def head_log_probs(
-    model: Any,
+    head: Any,
+    before: BeforeHead,
     states_NH: Tensor,
     ids_N: Tensor,
     temperature: float,
@@ -53,15 +112,15 @@ def head_log_probs(
     What was not asked for is None.
 
     Args:
-        model: whose output embeddings and config turn the states into logits. Weights that FSDP shards are gathered.
-        states_NH: last hidden states, each of the position before its token.
+        head: the model's output embeddings. Weights that FSDP shards are gathered.
+        before: has the factor and the cap of the logits.
+        states_NH: of those that the head is given, each of the position before its token.
         temperature: divides the logits.
         outputs: "entropy" among them asks for entropies.
         others_NK: other tokens at the same positions.
         kept: the tokens that each was drawn from. The distribution is that over these; over all where there are none.
     """
-    head = model.get_output_embeddings()
-    weight, bias = head.weight, head.bias
+    weight, bias, scale, cap = head.weight, head.bias, before.scale, before.cap
     if isinstance(weight, DTensor):
         weight, bias = weight.full_tensor(), bias.full_tensor() if bias is not None else None
     # a model that is spread over devices may end on another than its head
@@ -70,7 +129,6 @@ def head_log_probs(
     if weight.device.type == "cpu":
         words = _CPU_TILE // max(1, min(len(ids_N), _TILE_TOKENS))
     words = min(words, weight.shape[0])
-    scale, cap = _logit_scale_and_cap(model.config)
     found = ChunkedLogProbFunction.apply(states_NH, weight, bias, ids_N, temperature, words, cap, scale, outputs)
     logps_N, entropy_N = found[:2]
     if others_NK is None and kept is None:
@@ -128,23 +186,6 @@ def _among(
     return torch.where(is_cut_N, drawn_N, logps_N), entropy_N
 
 
-def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
-    """Return the factor of a model's logits, then the c of c * tanh(logits / c); None where they are not capped."""
-    text = config.get_text_config()
-    # Gemma; RecurrentGemma; xLSTM
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    cap = next((found for name in caps if (found := getattr(text, name, None)) is not None), None)
-    # Cohere; Muse Glimmer; Falcon-H1
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if (factor := getattr(text, name, None)) is not None:
-            return factor, cap
-    scaling = getattr(text, "logits_scaling", None)
-    if scaling is None:
-        return 1.0, cap
-    # Granite and MiniCPM3 divide by it
-    return (scaling if text.model_type == "hyperclovax" else 1 / scaling), cap
-
-
 def fuse_heads(trainer: Any) -> None:
     """Fuse the heads of a TRL trainer's policy and of its reference model; the policy's gives entropies too."""
     in_float32 = trainer.args.cast_lm_head_to_fp32
@@ -173,7 +214,8 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(*args, **kwargs)
-        return fused_pass(self, temperature, *args, outputs=outputs, in_float32=in_float32, **kwargs)
+        settings: Any = {"outputs": outputs, "in_float32": in_float32, "own_forward": plain}
+        return fused_pass(self, temperature, *args, **settings, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 
@@ -188,41 +230,43 @@ def fused_pass(
     kept_ids: Tensor | None = None,
     outputs: tuple[str, ...] = ("log_probs",),
     in_float32: bool = False,
+    own_forward: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Pass rows through a model and return log-probs (R, T - 1) of the tokens after the first that have labels.
 
     Args:
-        args, kwargs: of the model's body.
+        args, kwargs: of the model's forward.
         labels: (R, T); IGNORED where nothing is scored.
         others: (R, T, K) other tokens whose log-probs are asked for, too.
         kept_counts, kept_ids: as in `pad_rows`.
+        own_forward: the model's, where a fused one has taken its place.
     """
-    # the body and the head are looked up in each call: FSDP and PEFT replace them
-    body = model.base_model(*args, **{**kwargs, "use_cache": False})
+    # the head is looked up in each call: FSDP and PEFT replace it
+    head = model.get_output_embeddings()
+    before = before_head(model, own_forward or model.forward, *args, **kwargs)
     # a model that is spread over devices takes its labels on the first and may end on another
-    labels_RT = labels[:, 1:].to(body.last_hidden_state.device)
+    labels_RT = labels[:, 1:].to(before.states_RTH.device)
     scored_RT = labels_RT != IGNORED
     shared = kwargs.get(SHARED_ROWS)
     states_NH = (
-        body.last_hidden_state[:, :-1][scored_RT]
+        before.states_RTH[:, :-1][scored_RT]
         if shared is None
-        else body.last_hidden_state[0][shared.place_RT[:, :-1][scored_RT]]
+        else before.states_RTH[0][shared.place_RT[:, :-1][scored_RT]]
     )
     precision: Any = nullcontext()
     if in_float32:
         states_NH = states_NH.float()
         precision = torch.autocast(states_NH.device.type, enabled=False)
-    head = model.get_output_embeddings()
     with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
         others_NK, counts_N = (
             None if one is None else one[:, 1:].to(scored_RT.device)[scored_RT] for one in (others, kept_counts)
         )
         kept = None if counts_N is None or kept_ids is None else Kept.of_counts(counts_N, kept_ids)
-        found = head_log_probs(model, states_NH, labels_RT[scored_RT], temperature, outputs, others_NK, kept)
+        found = head_log_probs(head, before, states_NH, labels_RT[scored_RT], temperature, outputs, others_NK, kept)
     # masked_scatter keeps a micro-batch without any label connected to the model's parameters
     logps, entropies, of_others = (None if one is None else _scattered(one, scored_RT) for one in found)
-    output = FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(model, body, kwargs))
+    output = FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=before.router_loss)
     if of_others is not None:
         output["others"] = of_others
     return output
@@ -233,20 +277,6 @@ def _scattered(values: Tensor, places_RT: Tensor) -> Tensor:
     shape = (*places_RT.shape, *values.shape[1:])
     mask = places_RT.to(values.device).view(*places_RT.shape, *[1] * (values.dim() - 1)).expand(shape)
     return values.new_zeros(shape).masked_scatter(mask, values)
-
-
-def _router_loss(model: Any, body: Any, given: dict[str, Any]) -> Any:
-    """Return the load-balancing loss of a mixture of experts where it is asked for, else None."""
-    if not given.get("output_router_logits"):
-        return None
-    text = model.config.get_text_config()
-    experts = getattr(text, "num_experts", None) or text.num_local_experts
-    if not experts:
-        # a dense member of a family of mixtures, such as Granite 4's
-        return body.last_hidden_state.new_zeros(())
-    return load_balancing_loss_func(
-        body.router_logits, experts, text.num_experts_per_tok, given.get("attention_mask")
-    )
 
 
 class Scored(NamedTuple):

@@ -227,7 +227,8 @@ def can_share(model: Any, longest_row: int | None) -> bool:
 
 def _computes_alike(model: Any) -> bool:
     size = min(model.config.get_text_config().vocab_size, 1000)
-    ids_RT = torch.arange(3 * 9).view(3, 9).remainder(size)
+    # falling, for a model may count its positions from the ids of padding, which are low
+    ids_RT = torch.arange(3 * 9, 0, -1).view(3, 9).remainder(size)
     ids_RT[:, :5] = ids_RT[0, :5]
     mask_RT = torch.ones_like(ids_RT)
     mask_RT[0, 7:] = 0
@@ -239,8 +240,8 @@ def _computes_alike(model: Any) -> bool:
     model.eval()
     try:
         with torch.no_grad():
-            alone = model.base_model(input_ids=ids_RT, attention_mask=mask_RT, use_cache=False).last_hidden_state
-            shared = model.base_model(**layout.inputs(), use_cache=False).last_hidden_state[0]
+            alone = model(input_ids=ids_RT, attention_mask=mask_RT, use_cache=False).logits
+            shared = model(**layout.inputs(), use_cache=False).logits[0]
     except Exception:
         # whatever a model of its own kind makes of the layout, it does not know it
         return False
