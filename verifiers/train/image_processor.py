@@ -302,12 +302,14 @@ class RowImages:
 
 def towers(model: Any) -> dict[str, Any]:
     """Return the parts of a multimodal model's body that images and sound pass through, by their names in it."""
-    body, decoder = model.base_model, model.get_decoder()
-    return {
+    decoder = model.get_decoder()
+    beside = {
         name: part
-        for name, part in body.named_children()
-        if body is not decoder and all(module is not decoder for module in part.modules())
+        for name, part in model.base_model.named_children()
+        if all(module is not decoder for module in part.modules())
     }
+    # of text models it is the body itself; a head of that name is in no part of it
+    return {} if len(beside) == len([*model.base_model.children()]) else beside
 
 
 def _joined(features: Sequence[Tensor]) -> Tensor:

@@ -185,6 +185,13 @@ def test_a_model_that_cannot_be_served_is_refused_by_name_before_its_weights_are
         load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64)
 
 
+def test_a_text_model_whose_head_has_the_name_of_a_decoder_is_served_whole(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    sizes = {**TINY, "bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2}
+    transformers.ModernBertDecoderForCausalLM(transformers.ModernBertDecoderConfig(**sizes)).save_pretrained(tmp_path)
+    assert load_model(tmp_path, device="cpu", dtype="auto", max_model_len=64).vocab_size == 100
+
+
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [float(place) for place in range(1, 9)]}
 
 
