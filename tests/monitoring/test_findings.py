@@ -64,6 +64,13 @@ def test_sides_that_share_cores_are_told_to_take_turns_and_then_that_they_do() -
     on_gpu = find_bottleneck(run({"wait": 60.0, "train": 40.0}), num_batches_ahead=0, shared_device="GPU")
     assert "both share this GPU and take turns" in on_gpu.text
     assert "num_batches_ahead" not in on_gpu.advice
+    # an evaluation beside it makes no second device of the one that they share
+    evaluated = find_bottleneck(
+        run({"wait": 50.0, "train": 20.0, "eval": 30.0}), num_batches_ahead=0, shared_device="cores"
+    )
+    assert evaluated.kind == "shared cores"
+    assert "evaluation took 30 %" in evaluated.text
+    assert "num_batches_ahead" not in evaluated.advice
 
 
 class Asks(Environment):

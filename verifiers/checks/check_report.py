@@ -18,7 +18,7 @@ class CheckFinding:
     """One thing that is wrong, or that somebody should know.
 
     Attributes:
-        kind: its name, such as "gold-not-rewarded"; docs/guides/check.md has them all.
+        kind: its name, such as "right-not-rewarded"; docs/guides/check.md has them all.
         severity: "error" for what trains or evaluates on nonsense, "warning" for what probably does, else "note".
         text: what is so, with values.
     """

@@ -80,9 +80,10 @@ def find_bottleneck(
     shares = {part: time.share(part) for part in ("wait", *_OVERHEADS)}
     shares["train"] = 1.0 - sum(shares.values())
     overheads = sum(shares[part] for part in _OVERHEADS)
-    if shared_device and overheads < NOTABLE and time.scored_alone < 0.5 * time.stages.get("wait", 0.0):
-        return _in_turns(shares, num_batches_ahead, shared_device)
     reducible = max(("wait", *_OVERHEADS), key=shares.__getitem__)
+    is_scoring = time.scored_alone >= 0.5 * time.stages.get("wait", 0.0)
+    if shared_device and not is_scoring and (reducible == "wait" or overheads < NOTABLE):
+        return _in_turns(shares, num_batches_ahead, shared_device)
     idle = 1.0 - time.server_busy
     if shares[reducible] >= NOTABLE:
         if reducible == "wait":
