@@ -54,7 +54,7 @@ def sections() -> dict[str, str]:
     return {part.partition("\n")[0].strip(): part for part in parts}
 
 
-@pytest.mark.parametrize("command", OWN)
+@pytest.mark.parametrize("command", [*OWN, "vf-serve", "vf-dataserver"])
 def test_the_page_names_exactly_the_flags_that_the_command_has_with_their_defaults(command: str) -> None:
     there = {tuple(action.option_strings) for action in flags_of(command)}
     rows = re.findall(r"^\| (`-.*?) \|", sections()[command], flags=re.MULTILINE)

@@ -37,7 +37,7 @@ def parser() -> CommandParser:
         "--match-by",
         choices=("prompt", "id"),
         default="prompt",
-        help="what makes two prompts the same: id and text, or the id alone",
+        help="what makes two prompts the same: id, text, answer and task, or the id alone",
     )
     add = parser.group("statistics")
     add(
