@@ -25,7 +25,7 @@ export PIP_COMPILE ?= 0
 .PHONY: help install demo demo-tiny test test-slow test-clients test-families test-vllm test-deepspeed clients vllm podman dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
 
 help:
-	@echo "make demo        train a real language model on this machine (five to seven minutes; MODEL= names another)"
+	@echo "make demo        train a real language model on this machine (four to seven minutes; MODEL= names another)"
 	@echo "make demo-tiny   the same with a model of letters that is made on the spot (about 7 minutes)"
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks, kills, and what takes over five seconds"
