@@ -165,6 +165,13 @@ def test_a_server_without_weight_routes_is_refused(make_fake_trainer: Callable[.
             trainer.train()
 
 
+def test_a_server_that_wants_a_key_is_refused_as_such(make_fake_trainer: Callable[..., Any]) -> None:
+    with FakeOpenAIServer("ok", route_faults={"/weight_info": Fault(401, times=9)}) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
+        with pytest.raises(WeightSyncError, match=r"wants a key .*api_key"):
+            trainer.train()
+
+
 def test_a_server_that_sends_no_token_ids_is_refused_at_once(make_fake_trainer: Callable[..., Any]) -> None:
     with FakeOpenAIServer("ok", token_ids=False) as fake:
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)

@@ -595,6 +595,11 @@ class ServerPool:
             try:
                 await retry(server.weight_version, CONTROL_RETRIES, log_retry)
             except WeightSyncError as error:
+                if isinstance(error, RefusedError) and error.status in (401, 403):
+                    raise WeightSyncError(
+                        f"the server at {server.root} wants a key ({error}); start it without one, or give it in "
+                        "Python, to GRPOTrainer as client=openai.AsyncOpenAI(base_url=..., api_key=...)."
+                    ) from error
                 raise WeightSyncError(
                     f"the server at {server.root} has no weight routes, so it cannot be trained against "
                     f"({error}); use vf-serve, vf-vllm, or vLLM with VLLM_SERVER_DEV_MODE=1."
