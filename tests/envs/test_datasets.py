@@ -160,6 +160,9 @@ def test_what_has_no_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     def right(completion: Any, answer: Any) -> float:
         return float(completion[-1]["content"] == answer)
 
+    begun = [{"role": "system", "content": "Answer in German."}, ask("2+2?")]
+    vf.SingleTurnEnv(eval_dataset=[{"prompt": begun, "answer": "4"}], system_prompt="Answer in German.")
+    assert "get neither" not in caplog.text, "the rows have it"
     for _ in range(2):
         vf.SingleTurnEnv(
             eval_dataset=[{"prompt": [ask("2+2?")]}], system_prompt="Answer in German.", rubric=vf.Rubric([right])

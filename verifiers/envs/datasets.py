@@ -54,9 +54,10 @@ def format_dataset(
     sources = {"prompt": question_key, "answer": answer_key}
     added = {name: source for name, source in sources.items() if name not in columns and source in columns}
     if "prompt" in columns and message_type == "chat":
+        before = format_prompt("", system_prompt, few_shot)[:-1]
         if not isinstance(table[0]["prompt"], list):
             added["prompt"] = "prompt"
-        elif system_prompt or few_shot:
+        elif table[0]["prompt"][: len(before)] != before:
             warn_once(
                 __name__, "Rows with messages in `prompt` get neither system_prompt nor few_shot; put them there."
             )
