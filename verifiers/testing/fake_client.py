@@ -24,7 +24,7 @@ class FakeClient:
 
     Args:
         answers: what is answered (see `testing.script.Answers`), from a function of the request body too.
-        faults: when calls fail (see `testing.script.Faults`); default never.
+        faults: when calls fail (see `testing.faults.Faults`); default never.
         token_ids: False makes it a provider that reports no token ids.
         weight_version: reported as the version of sampled tokens; may be assigned.
 

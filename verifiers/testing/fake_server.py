@@ -85,7 +85,7 @@ class FakeOpenAIServer:
     Args:
         answers: what is answered (see `testing.script.Answers`); default "ok".
         latency_s: seconds before each answer, or a function of the request number; default 0.
-        faults: when generation requests fail (see `testing.script.Faults`); default never.
+        faults: when generation requests fail (see `testing.faults.Faults`); default never.
         token_ids: False makes it a provider that reports no token ids.
         route_faults: faults of the other routes, by path, e.g. {"/collective_rpc": Fault(500)}.
 
