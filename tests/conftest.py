@@ -30,6 +30,9 @@ from typing import Any
 import pytest
 from ports import free_port
 
+# nothing that is imported while tests are collected is garbage
+gc.disable()
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a run in the background of a shell ignores Ctrl-C, and the commands that tests start would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +42,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Take the imported libraries out of the garbage collector's sight: transformers collects at every training."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 _connect = socket.socket.connect
