@@ -51,15 +51,18 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(make_trainer: Callabl
     assert any(not torch.equal(best[name], last[name]) for name in best)
 
 
-@pytest.mark.parametrize("best", [1, 3])
 def test_the_best_is_saved_and_loaded_also_where_no_checkpoint_was_due(
-    make_trainer: Callable[..., Any], server: Any, best: int
+    make_trainer: Callable[..., Any], server: Any
 ) -> None:
-    scores = {1: 0.2, 2: 0.3, 3: 0.1, 4: 0.25} | {best: 0.9}
+    env = by_weights(server, {1: 0.5, 2: 0.3, 3: 0.9, 4: 0.25})
     settings = {**EVERY_STEP, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
-    trainer = make_trainer(tiny_world.single_turn(), eval_env=by_weights(server, scores), **settings)
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=env, **settings)
     trainer.train()
-    directory = Path(trainer.args.output_dir) / f"checkpoint-{best}"
+    output_dir = Path(trainer.args.output_dir)
+    # the first evaluation was the best, too, when it came
+    saved_at = [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    assert steps_of(list(output_dir.glob("checkpoint-*"))) == saved_at
+    directory = output_dir / "checkpoint-3"
     assert trainer.state.best_model_checkpoint == str(directory)
     saved = load_file(directory / "model.safetensors")
     assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in saved.items())
@@ -112,15 +115,14 @@ def test_the_learning_rate_falls_where_the_reward_does_and_not_where_it_rises(
     make_trainer: Callable[..., Any], server: Any, schedule: str
 ) -> None:
     settings = {**EVERY_STEP, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": {"patience": 0, "min_lr": 0.0}}
-    rates = []
-    for step in (0.2, -0.2):
-        env = by_weights(server, {number: 0.5 + step * number / 2 for number in range(1, 5)})
-        trainer = make_trainer(tiny_world.single_turn(), eval_env=env, **settings)
-        trainer.train()
-        rates.append(trainer.logged("learning_rate"))
-    rising, falling = rates
-    assert rising == sorted(rising)
-    assert falling[-1] < falling[0]
+    # the rate of a step follows from the evaluations before it
+    settings["max_steps"] = 7
+    env = by_weights(server, {1: 0.5, 2: 0.6, 3: 0.7, 4: 0.5, 5: 0.3, 6: 0.1, 7: 0.0})
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=env, **settings)
+    trainer.train()
+    rates = trainer.logged("learning_rate")
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[-1] < rates[3]
 
 
 # -- a run that is cut -------------------------------------------------------------------------------------------

@@ -103,9 +103,8 @@ def test_a_server_that_names_another_version_stops_the_run(make_trainer: Callabl
 
 # peft 0.21 reads a property that transformers 5.23 has renamed
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("with_adapter", [False, True])
 def test_dropout_is_off_for_the_run_with_a_line_that_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, with_adapter: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = tiny_world.make_tokenizer()
     size = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 128}
@@ -115,15 +114,14 @@ def test_dropout_is_off_for_the_run_with_a_line_that_says_so(
     with FakeOpenAIServer(lambda body: "a long answer"[: body["seed"] % 12 + 1]) as fake:
         # two updates a block: the first has old log-probs of the same weights
         args = tiny_world.config(tmp_path, fake.url, num_iterations=2, probe_tolerance=1e9, epsilon=0.01)
-        peft = {"peft_config": adapter} if with_adapter else {}
         trainer = tiny_world.ObservedTrainer(
-            model, tiny_world.single_turn(), args, tokenizer, client=fake.url, **peft
+            model, tiny_world.single_turn(), args, tokenizer, client=fake.url, peft_config=adapter
         )
         with tiny_world.closing(trainer):
             trainer.train()
     assert trainer.logged("clip_ratio/region_mean")[0] == 0.0
     line = next(record.message for record in caplog.records if "dropout is off" in record.message)
-    assert ("default=0.3" in line) == with_adapter
+    assert "default=0.3" in line
     assert "attn_dropout=0.1" in line
     assert model.config.attn_pdrop == 0.1
 

@@ -200,18 +200,9 @@ def test_tensorboard_is_given_every_number_that_the_record_has(
 # -- the table of completions -------------------------------------------------------------------------------------
 
 
-def test_log_completions_saves_the_scored_rollouts_of_each_step(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), log_completions=True)
-    trainer.train()
-    table = pd.read_parquet(Path(trainer.args.output_dir) / "completions" / "completions_00002.parquet")
-    assert len(table) == 8
-    assert set(table["step"]) == {2}
-    newest = trainer.last_block.rollouts
-    assert list(table["vowels"]) == [rollout.metrics["vowels"] for rollout in newest]
-    assert [text[0]["content"] for text in table["completion"]] == [r.completion[0]["content"] for r in newest]
-
-
-def test_a_rollout_without_a_metric_leaves_an_empty_cell_in_the_table(make_trainer: Callable[..., Any]) -> None:
+def test_the_scored_rollouts_of_each_step_are_saved_with_an_empty_cell_for_a_metric_that_one_lacks(
+    make_trainer: Callable[..., Any],
+) -> None:
     def even(completion: Any) -> float:
         if len(completion[-1]["content"]) % 2:
             raise ValueError("cannot judge this one")
@@ -222,6 +213,11 @@ def test_a_rollout_without_a_metric_leaves_an_empty_cell_in_the_table(make_train
     trainer = make_trainer(env, log_completions=True)
     trainer.train()
     tables = sorted((Path(trainer.args.output_dir) / "completions").glob("*.parquet"))
+    table = pd.read_parquet(tables[1])
+    assert (tables[1].name, len(table), set(table["step"])) == ("completions_00002.parquet", 8, {2})
+    newest = trainer.last_block.rollouts
+    assert list(table["vowels"]) == [rollout.metrics["vowels"] for rollout in newest]
+    assert [text[0]["content"] for text in table["completion"]] == [r.completion[0]["content"] for r in newest]
     table = pd.concat([pd.read_parquet(file) for file in tables])
     lengths = [len(completion[-1]["content"]) for completion in table["completion"]]
     told = [None if pd.isna(value) else value for value in table["even"]]

@@ -77,18 +77,12 @@ def test_a_run_started_again_keeps_its_checkpoints_and_continues_from_them(
     assert {"blocks.jsonl", "metrics.jsonl", "report.html", "run.json", "samples.jsonl"} <= {*os.listdir(archive)}
 
 
-def test_a_run_whose_save_steps_save_nothing_says_so(
-    trainer_in: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer_in(tmp_path, max_steps=1, save_steps=0).train()
-    assert "no checkpoint before step 1 (save_steps=0): set save_steps\n" in capsys.readouterr().out
-
-
-def test_a_run_that_evaluates_nothing_is_not_said_to_evaluate_on_training_rows(
-    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_run_that_saves_nothing_says_so_and_one_that_evaluates_nothing_does_not_say_on_which_rows(
+    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = vf.SingleTurnEnv(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
-    trainer_in(tmp_path, env, max_steps=1).train()
+    trainer_in(tmp_path, env, max_steps=1, save_steps=0).train()
+    assert "no checkpoint before step 1 (save_steps=0): set save_steps\n" in capsys.readouterr().out
     assert "evaluating on" not in caplog.text
 
 

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from verifiers.data.batch_plan import make_plan
 from verifiers.errors import ConfigError
 from verifiers.rollouts.recording_client import rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.micro_batches import PADDING, TrainingSample, pad_rows
-from verifiers.train.batching.training_block import Dropped, block_samples
+from verifiers.train.batching.training_block import Dropped, block_samples, build_training_block
+from verifiers.train.config import GRPOConfig
 from verifiers.types import Outcome, RolloutKey
 
 
@@ -153,3 +155,23 @@ def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message
     sample = mixed_samples()[0]
     with pytest.raises(ConfigError, match=message):
         pad_rows([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "importance_sampling_level='sequence'"),
+        ({"loss_type": "vespo"}, "loss_type='vespo'"),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode='sequence_mask'"),
+        ({"off_policy_mask_threshold": 0.5}, r"off_policy_mask_threshold=0\.5"),
+    ],
+)
+def test_a_ratio_over_whole_rows_is_refused_for_a_rollout_of_several(settings: dict[str, Any], named: str) -> None:
+    args = GRPOConfig("unused", use_cpu=True, bf16=False, **settings)
+    plan = make_plan(
+        num_prompts=4, num_generations=2, per_device_train_batch_size=2, gradient_accumulation_steps=1, max_steps=1
+    )
+    whole, forked = (block(rollout(0, turns, 0.0), rollout(1, turns, 1.0)) for turns in (TWO_TURNS, FORKED))
+    assert build_training_block(whole, plan, args).micro_steps
+    with pytest.raises(ConfigError, match=rf"became 2 rows, .*{named} compares policies over each whole row"):
+        build_training_block(forked, plan, args)
