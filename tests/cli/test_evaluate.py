@@ -88,7 +88,7 @@ def test_tool_calls_that_fail_are_counted_and_the_first_is_named(
     calls = [{"name": "look", "arguments": {"at": 3}}] * 2
 
     def answer(body: dict[str, Any]) -> Any:
-        return "4" if body["messages"][-1]["role"] == "tool" else {"tool_calls": calls}
+        return {"content": "4", "refusal": "no"} if body["messages"][-1]["role"] == "tool" else {"tool_calls": calls}
 
     with FakeOpenAIServer(answer) as server:
         command = [env_name, "-b", server.url, "-k", "MY_KEY", "-n", "1", "-r", "2", "--workers", workers]
@@ -100,21 +100,21 @@ def test_tool_calls_that_fail_are_counted_and_the_first_is_named(
     assert KEY not in shown + json.dumps(summary)
     assert summary["tool_call_errors"] == results.metadata["summary"]["tool_call_errors"] == 4
     assert summary["first_tool_call_error"].startswith("OSError: no\nlight")
-    assert [len(row["tool_call_errors"]) for row in results.rows] == [2, 2]
+    assert [(len(row["tool_call_errors"]), row["refusal"]) for row in results.rows] == [(2, "no")] * 2
 
 
 @pytest.mark.parametrize(
-    ("answer", "why", "workers"),
+    ("answer", "why"),
     [
-        ({"content": "", "refusal": "I\nwill not."}, "I\nwill not.", "processes:1"),
-        ({"content": "4", "finish_reason": "content_filter"}, "content_filter", "inline"),
+        ({"content": "", "refusal": "I\nwill not."}, "I\nwill not."),
+        ({"content": "4", "finish_reason": "content_filter"}, "content_filter"),
     ],
 )
 def test_refusals_and_filtered_answers_are_counted_and_stand_in_row_and_report(
-    env_name: str, capsys: pytest.CaptureFixture[str], results: Any, answer: dict[str, Any], why: str, workers: str
+    env_name: str, capsys: pytest.CaptureFixture[str], results: Any, answer: dict[str, Any], why: str
 ) -> None:
     with FakeOpenAIServer(answer) as server:
-        assert main([env_name, "-b", server.url, "-n", "1", "-r", "2", "--workers", workers]) == 0
+        assert main([env_name, "-b", server.url, "-n", "1", "-r", "2"]) == 0
     said = f"2 rollouts ended with a refusal or a filtered answer, the first: {' '.join(why.split())}"
     assert said in capsys.readouterr().out
     assert results.metadata["summary"]["refusals"] == 2
