@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import tiny_world
+import torch
 from peft import LoraConfig
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from verifiers.errors import ConfigError, WeightProbeError
 from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.models import disable_dropout
 from verifiers.train.weight_sync import verification
 from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 
@@ -124,6 +126,14 @@ def test_dropout_is_off_for_the_run_with_a_line_that_says_so(
     assert "default=0.3" in line
     assert "attn_dropout=0.1" in line
     assert model.config.attn_pdrop == 0.1
+
+
+def test_dropout_that_attention_hands_to_a_function_is_off_too() -> None:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, num_key_value_heads=1, attention_dropout=0.5, **size)).train()
+    disable_dropout(model)
+    ids = torch.arange(32)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 # -- probes: when they are sent, and the wait for their answers ---------------------------------------------------

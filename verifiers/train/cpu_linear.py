@@ -96,9 +96,10 @@ class _Linear(torch.nn.Linear):
         if not self.takes_onednn():
             return super().forward(input)
         if torch.is_grad_enabled():
-            # in two dimensions: models may change what they get in place, which torch forbids for a function's views
-            rows: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
-            return rows.view(*input.shape[:-1], self.out_features)
+            # in two dimensions: models may change what they get in place, which torch forbids for a function's views;
+            # PEFT's copy of a tied head has features other than its weight's
+            rows: Tensor = _Product.apply(input.reshape(-1, input.shape[-1]), self.weight, self.bias)
+            return rows.view(*input.shape[:-1], rows.shape[-1])
         return _product(input, self.weight, self.bias)
 
 
