@@ -15,6 +15,7 @@ import worker_world as world
 import verifiers as vf
 from verifiers.errors import ConfigError, OverlongPromptError, RolloutWorkerError
 from verifiers.types import Outcome
+from verifiers.workers import pool
 from verifiers.workers.pool import WorkerLink
 
 Act = Callable[[vf.State], Any]
@@ -145,6 +146,37 @@ async def test_a_rollout_that_its_environment_cancels_fails_at_once(begin_with: 
         (rollout,) = await world.runner_of(played).play(world.requests_of(played, [0], size=1)[0])
     assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
     assert "CancelledError" in str(rollout.failure)
+
+
+async def test_a_deadline_lets_what_a_rollout_cleans_up_take_longer_than_rank_0_waits(
+    begin_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_CANCEL_S", 0.0)
+    goes_on, ends, ended = asyncio.Event(), list[str](), asyncio.Event()
+
+    async def clean_up(state: vf.State) -> None:
+        if state["answer"] != "a":
+            return
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            try:
+                await goes_on.wait()
+                ends.append("cleaned up")
+            finally:
+                ended.set()
+
+    begin_with(clean_up)
+    played, _ = world.workers_of(world.Scripted, world.InLoop(1))
+    late, next_one = world.requests_of(played, [0, 1], size=1)
+    (rollout,) = await world.runner_of(played, rollout_timeout_s=0.1).play(late)
+    assert rollout.outcome is Outcome.TIMED_OUT
+    # messages arrive in order, so all that was told of the first has arrived then
+    await world.runner_of(played).play(next_one)
+    goes_on.set()
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert ends == ["cleaned up"]
 
 
 @pytest.mark.parametrize("what", ["image", "tool"])

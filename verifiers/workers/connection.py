@@ -31,6 +31,7 @@ class Asked(asyncio.Future[Any]):
     """The answer to come; where this is cancelled, so is the work at the other end."""
 
     number: int
+    is_interrupted = False
 
 
 class Connection(asyncio.Protocol):
@@ -67,7 +68,10 @@ class Connection(asyncio.Protocol):
 
     def interrupt(self, asked: Asked) -> None:
         """Cancel the work at the other end, which may answer nevertheless."""
-        self.send({"cancel": asked.number})
+        # once: a second time would end its cleanup
+        if not asked.is_interrupted:
+            asked.is_interrupted = True
+            self.send({"cancel": asked.number})
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; one to an end that is gone is dropped.
