@@ -77,13 +77,15 @@ def test_requests_hold_what_the_server_takes_and_groups_stay_whole(
     assert sent(RequestLimits(9, max_body_bytes=100 + 2 * one), "a:0", "a:0", "a:0") == [[0], [1, 2]]
 
 
-def test_a_completion_that_no_request_holds_is_a_failed_grade_of_its_own(recorder: RecordingServer) -> None:
-    two = items("a:0", "a:0")
-    two[1]["completion"] = "x" * 1000
-    found = grader(recorder.url, RequestLimits(8, max_body_bytes=500)).grades(two, {})
-    assert found[0].reward == 1.0
-    assert found[1].reward is None
+def test_a_completion_that_no_request_holds_is_a_failed_grade_and_parts_no_others(recorder: RecordingServer) -> None:
+    four = items("a:0", "a:0", "a:0", "a:0")
+    four[1]["completion"] = "x" * 2000
+    found = grader(recorder.url, RequestLimits(8, max_body_bytes=1000)).grades(four, {})
+    assert [grade.reward for grade in found] == [1.0, None, 1.0, 1.0]
     assert "over the dataserver's max_body_mib" in str(found[1].error)
+    # a grader may compare them
+    (body,) = recorder.calls("/v2/grade")
+    assert [item["completion_index"] for item in body["items"]] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(("timeout_s", "grade_timeout_s", "waited_s"), [(90.0, 300.0, 310.0), (90.0, 0.0, 90.0)])

@@ -205,12 +205,15 @@ class RemoteGrader:
             return len(part) <= limits.max_batch and length_of(part) <= limits.max_body_bytes
 
         found: dict[int, Grade] = {}
+        fitting = []
+        for item in items:
+            if (length := length_of([item])) > limits.max_body_bytes:
+                text = f"the completion is {length} bytes long, over the dataserver's max_body_mib"
+                found[item["completion_index"]] = Grade(None, {}, text)
+            else:
+                fitting.append(item)
         timeout_s = max(self.server.timeout_s, limits.grade_timeout_s + _GRADE_MARGIN_S)
-        for part in _parts(items, fits):
-            if len(part) == 1 and not fits(part):
-                text = f"the completion is {length_of(part)} bytes long, over the dataserver's max_body_mib"
-                found[part[0]["completion_index"]] = Grade(None, {}, text)
-                continue
+        for part in _parts(fitting, fits) if fitting else ():
             answer = await self.server.request_async("/grade", {**about, "items": part}, timeout_s)
             found |= _joined(part, answer)
         return [found[item["completion_index"]] for item in items]
