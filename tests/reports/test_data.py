@@ -19,6 +19,8 @@ from verifiers.reports.evaluation import (
     last_words,
     sampled_groups,
     summary_of,
+    write_comparison_report,
+    write_evaluation_report,
 )
 from verifiers.reports.server import GrowingRun, find_runs
 
@@ -183,3 +185,10 @@ def test_pass_at_k_is_that_of_the_summary_also_for_another_threshold(rows: Rows)
             assert [point[name] for name in ("mean", "low", "high")] == pytest.approx(
                 [of_k[name] for name in ("mean", "low", "high")], rel=1e-5
             )
+
+
+def test_a_report_takes_a_run_by_its_file_of_results_too(tmp_path: Path, rows: Rows) -> None:
+    (tmp_path / "results.jsonl").write_text(json.dumps(rows(0, 0)) + "\n")
+    named = tmp_path / "results.jsonl"
+    assert write_evaluation_report(named) == tmp_path / "report.html"
+    assert write_comparison_report(named, tmp_path, tmp_path / "both.html").is_file()

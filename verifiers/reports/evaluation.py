@@ -50,7 +50,7 @@ def write_evaluation_report(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         ConfigError: `run_dir` holds no results, or damaged ones.
     """
-    directory = Path(run_dir)
+    directory = run_at(run_dir)
     entries, numbers = read_entries(directory)
     summary = summary_of(numbers, read_metadata(directory), run_name(directory))
     return write_page(out or directory / "report.html", _page([directory], [summary], entries, None))
@@ -67,13 +67,14 @@ def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
 def comparison_text(before: Path, after: Path, *, home: str | None = None) -> str:
     """Return the page of `write_comparison_report`, with a link to `home` where a server has a list of runs."""
     summaries, entries, settings = [], [], []
-    for run, directory in enumerate((Path(before), Path(after))):
+    directories = [run_at(before), run_at(after)]
+    for run, directory in enumerate(directories):
         found, numbers = read_entries(directory, run)
         entries.append(found)
         settings.append(read_metadata(directory))
         summaries.append(summary_of(numbers, settings[run], run_name(directory)))
     difference = difference_of(entries[0], entries[1], settings)
-    return _page([Path(before), Path(after)], summaries, entries[0] + entries[1], difference, home)
+    return _page(directories, summaries, entries[0] + entries[1], difference, home)
 
 
 def run_name(directory: Path) -> str:
@@ -132,7 +133,6 @@ def shown_row(line: bytes) -> dict[str, Any] | None:
 
 def read_entries(directory: Path, run: int = 0) -> tuple[list[Entry], RolloutResults]:
     """Return a run's rollouts without transcripts, of one that was done again the last, and the numbers of all."""
-    directory = run_at(directory)
     last: dict[tuple[str, int], Entry] = {}
     asked: dict[str, str] = {}
     numbers, offset = RolloutResults(), 0
