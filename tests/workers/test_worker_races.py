@@ -14,6 +14,7 @@ import worker_world as world
 
 import verifiers as vf
 from verifiers.errors import ConfigError, OverlongPromptError, RolloutWorkerError
+from verifiers.inference.wire import WireObject, plain_data
 from verifiers.types import Outcome
 from verifiers.workers import pool
 from verifiers.workers.pool import WorkerLink
@@ -77,6 +78,23 @@ async def test_an_overflow_that_the_environment_made_good_is_none(begin_with: An
     played = world.workers_of(world.Scripted)[0] if place == "worker" else world.Scripted()
     group = await world.runner_of(played, Overflows()).run_group(world.requests_of(played, [0])[0])
     assert {one.outcome for one in group.rollouts} == {Outcome.COMPLETED}
+
+
+async def test_a_call_whose_answer_cannot_be_written_fails_at_once(begin_with: Any) -> None:
+    class Deep(world.Model):
+        async def call(self, path: str, arguments: Any) -> Any:
+            answer = await super().call(path, arguments)
+            nested: list[Any] = []
+            for _ in range(5000):
+                nested = [nested]
+            return WireObject({**plain_data(answer), "extra": nested})
+
+    begin_with(nothing)
+    played, _ = world.workers_of(world.Scripted)
+    async with asyncio.timeout(20):
+        (rollout,) = await world.runner_of(played, Deep()).play(world.requests_of(played, [0], size=1)[0])
+    assert rollout.outcome is not Outcome.COMPLETED
+    assert "recursion" in str(rollout.failure)
 
 
 async def both_ready(workers: Any) -> list[WorkerLink]:

@@ -151,7 +151,8 @@ class Connection(asyncio.Protocol):
         error = work.exception()
         try:
             self.send({"answer": number, "result": work.result()} if error is None else _failed(number, error))
-        except ConfigError as unsendable:
+        except Exception as unsendable:
+            # nested too deep, or a number with too many digits: the other end waits for a word
             self.send(_failed(number, unsendable))
 
     # -- the socket -----------------------------------------------------------------------------------------------
