@@ -97,6 +97,25 @@ async def test_a_call_whose_answer_cannot_be_written_fails_at_once(begin_with: A
     assert "recursion" in str(rollout.failure)
 
 
+async def test_a_call_that_follows_the_end_of_its_rollout_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[asyncio.Future[Any]] = []
+
+    async def play(self: Any, state: vf.State) -> None:
+        await vf.SingleTurnEnv.play(self, state)
+        calls.append(asyncio.ensure_future(ask(state, "late")))
+
+    monkeypatch.setattr(world.Scripted, "play", play)
+    monkeypatch.setattr(world.Scripted, "act", staticmethod(nothing), raising=False)
+    played, _ = world.workers_of(world.Scripted)
+    model = world.Model()
+    (rollout,) = await world.runner_of(played, model).play(world.requests_of(played, [0], size=1)[0])
+    assert rollout.outcome is Outcome.COMPLETED
+    async with asyncio.timeout(20):
+        with pytest.raises(ConfigError, match="the rollout is over"):
+            await calls[0]
+    assert len(model.calls) == 1
+
+
 async def both_ready(workers: Any) -> list[WorkerLink]:
     links = workers.pool()._links
     async with asyncio.timeout(20):

@@ -62,6 +62,7 @@ class _Played:
 
     group: Group
     client: RolloutClient
+    end: Asked
     context: Context
     is_held: bool = False
     recorded: dict[int, RecordedAnswer] = field(default_factory=dict)
@@ -129,7 +130,6 @@ class WorkerLink:
         """
         client: RolloutClient = state["client"]
         number = next(self._numbers)
-        played = self._rollouts[number] = _Played(group, client, copy_context())
         try:
             if self.lost.done():
                 raise RolloutWorkerError(f"worker {self.number} died before the rollout began")
@@ -138,6 +138,7 @@ class WorkerLink:
                 row={name: state[name] for name in ROW_FIELDS}, sampling_args=state["sampling_args"],
                 base_url=client.base_url, api_key=client.api_key,
             )  # fmt: skip
+            played = self._rollouts[number] = _Played(group, client, asked, copy_context())
             told = await self._told(asked, state)
             _take_status(client, told)
             if "error" in told:
@@ -237,7 +238,8 @@ class WorkerLink:
         return asyncio.create_task(self._call(played, message), context=context)
 
     async def _call(self, played: _Played | None, message: Message) -> Any:
-        if played is None or played.is_held:
+        # its end may have come in the same read
+        if played is None or played.end.done():
             raise ConfigError("the rollout is over, and its client was called.")
         client = played.client if message["trained"] else played.client.untrained
         with as_role(message["role"]):
