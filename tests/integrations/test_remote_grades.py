@@ -199,6 +199,23 @@ def test_a_body_that_is_too_large_is_refused_with_the_setting_that_mends_it() ->
             Dataserver(recorder.url).request("/grade", {"items": []})
 
 
+def test_a_server_that_hangs_up_and_then_hangs_is_given_up_at_the_deadline() -> None:
+    hung, ended = list[socket.socket](), threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        if hung:
+            ended.wait(20)
+        hung.append(connection)
+
+    with scripted(answer) as url:
+        started = time.monotonic()
+        with pytest.raises(InfraError, match="could not be reached"):
+            Dataserver(url, timeout_s=0.3, max_attempts=1).request("/grade", {"items": []})
+        waited_s = time.monotonic() - started
+        ended.set()
+    assert waited_s < 5
+
+
 def test_an_address_is_one_of_http() -> None:
     with pytest.raises(ConfigError, match="not an HTTP address"):
         Dataserver("127.0.0.1:9000")

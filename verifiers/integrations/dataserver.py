@@ -35,6 +35,8 @@ logger = logging.getLogger("verifiers.envs")
 
 MAX_ATTEMPTS = 4
 _BACKOFF_S = 2.0
+# also of the look whether a server that hangs up speaks TLS
+_CONNECT_S = 10.0
 # a page has 512 rows
 _MOST_ANSWER_MB = 512.0
 # time of a grading request beyond that of the server's graders
@@ -137,9 +139,9 @@ class Dataserver:
         """Send a request as `request` does, on an event loop; `timeout_s` replaces the server's."""
         # a backend a request: scoring runs on any loop, and none is known to be the last
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        backend = HttpBackend(
-            Endpoint(f"{self.url}/v2", self._token(), timeout_s=timeout_s, max_answer_mb=_MOST_ANSWER_MB)
-        )
+        connect_s = min(_CONNECT_S, timeout_s)
+        endpoint = Endpoint(f"{self.url}/v2", self._token(), {}, timeout_s, connect_s, _MOST_ANSWER_MB)
+        backend = HttpBackend(endpoint)
 
         async def attempt() -> Any:
             try:
