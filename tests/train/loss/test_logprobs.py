@@ -18,6 +18,7 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from verifiers.errors import ConfigError
 from verifiers.train.loss import logprobs
@@ -191,6 +192,31 @@ def test_a_micro_batch_without_labels_has_a_gradient_of_zero() -> None:
         **{**batch, "labels": torch.full_like(batch["labels"], -100)}, fused_lm_head=True
     ).log_probs.sum().backward()
     assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+def test_a_router_loss_that_the_models_own_forward_leaves_out_is_trained() -> None:
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
+    torch.manual_seed(0)
+    model: Any = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZE, **sizes, head_dim=8))
+    batch = make_batch()
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    routed = model.base_model(**given, output_router_logits=True).router_logits
+    expected = load_balancing_loss_func(routed, 4, 2, batch["attention_mask"])
+    fuse_head(model, TEMPERATURE, outputs=("log_probs",))
+    found = model(**batch, output_router_logits=True, fused_lm_head=True)
+    torch.testing.assert_close(found.aux_loss, expected)
+    found.aux_loss.backward()
+    assert gradients(model)["model.layers.0.mlp.gate.weight"].any()
+
+
+def test_a_dense_model_whose_config_asks_for_router_logits_has_log_probs() -> None:
+    sizes: dict[str, Any] = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 32}
+    sizes |= {"layer_types": ["attention"], "mamba_n_heads": 2, "mamba_d_head": 16, "output_router_logits": True}
+    model: Any = hf.GraniteMoeHybridForCausalLM(hf.GraniteMoeHybridConfig(**SIZE, **sizes))
+    fuse_head(model, TEMPERATURE, outputs=("log_probs",))
+    found = model(**make_batch(), fused_lm_head=True)
+    assert found.log_probs.isfinite().all()
+    assert found.aux_loss is None
 
 
 def test_a_model_whose_logits_are_not_its_heads_is_refused_by_name() -> None:

@@ -22,6 +22,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
@@ -82,15 +83,28 @@ def before_head(model: Any, forward: Any, *args: Any, **kwargs: Any) -> BeforeHe
         seen.append(torch.tensor([[[_SMALL], [_LARGE]]], device=logits.device).repeat(1, 1, logits.shape[-1]))
         return seen[-1].clone()
 
+    text, routed = model.config.get_text_config(), list[Any]()
+    of_body: Any = nullcontext()
+    if kwargs.get("output_router_logits"):
+        of_body = model.base_model.register_forward_hook(lambda *given: routed.append(given[-1].get("router_logits")))
+    elif getattr(text, "output_router_logits", False):
+        # its forward would compute the loss for its config's sake, without experts too
+        kwargs["output_router_logits"] = False
     if head is not None:
-        with head.register_forward_pre_hook(take), head.register_forward_hook(stand_in, prepend=True):
+        with head.register_forward_pre_hook(take), head.register_forward_hook(stand_in, prepend=True), of_body:
             found = forward(*args, **{**kwargs, "use_cache": False})
         logits = found.logits
         if len(seen) == 2 and logits.shape == seen[1].shape and (logits == logits[..., :1]).all():
             small, large = logits[0, :, 0].tolist()
             scale = small / _SMALL
             cap = large if large < scale * _LARGE else None
-            return BeforeHead(seen[0], scale, cap, found.get("aux_loss"))
+            router_loss = found.get("aux_loss")
+            if router_loss is None and routed and routed[0]:
+                # many families give router logits, and leave the loss to others
+                experts = getattr(text, "num_experts", None) or text.num_local_experts
+                asked = experts, text.num_experts_per_tok, kwargs.get("attention_mask")
+                router_loss = load_balancing_loss_func(routed[0], *asked)
+            return BeforeHead(seen[0], scale, cap, router_loss)
     raise ConfigError(
         f"log-probs of model type {model.config.model_type!r} cannot be computed: its logits are not the product of "
         "its output embeddings, times a factor or below a soft cap; train another model."
