@@ -45,6 +45,15 @@ def test_steps_that_end_before_the_window_give_no_model() -> None:
     assert warm_start.train_into_window(network, optimizer, range(30), lambda: 0.0, (0.3, 0.4)) is None
 
 
+def test_the_learning_rate_rises_from_the_first_step_on() -> None:
+    network = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    rates = (optimizer.param_groups[0]["lr"] for _ in range(25))
+    taken: list[float] = []
+    warm_start.train_into_window(network, optimizer, map(taken.append, rates), lambda: 0.0, (0.3, 0.4))
+    assert taken == [step / 20 for step in range(1, 21)] + [1.0] * 5
+
+
 @pytest.mark.slow
 def test_the_warm_start_writes_a_model_that_loads_and_has_learnt(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

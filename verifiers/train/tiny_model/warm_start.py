@@ -146,6 +146,12 @@ def train_into_window(
     (rate,) = {group["lr"] for group in optimizer.param_groups}
     every = 20
     kept: dict[str, torch.Tensor] | None = None
+
+    def set_rate_of(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, step / 20)
+
+    set_rate_of(1)
     for step, _ in enumerate(steps, 1):
         if step % every == 0:
             accuracy = measure()
@@ -160,8 +166,7 @@ def train_into_window(
             else:
                 kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
                 every = 5 if accuracy > 0.02 else every
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, step / 20)
+        set_rate_of(step + 1)
     return None
 
 
