@@ -83,7 +83,8 @@ def parser() -> CommandParser:
         metavar="N",
         help="rollouts in flight (default: what the endpoint sustains)",
     )
-    add("--requests-per-second", type=float, metavar="X", help="requests begun per second (default: no limit)")
+    told = "requests begun per second (default: no limit)"
+    add("--requests-per-second", type=float, above=0, metavar="X", help=told)
     add(
         "--workers",
         default="inline",

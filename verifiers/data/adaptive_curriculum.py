@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -371,15 +372,18 @@ class PoolsPolicy:
         }
 
     def metrics(self) -> dict[str, float]:
-        held = {
-            f"curriculum/pool/{pool.name}": float(len(members))
-            for pool, members in zip(self.pools, self._members(), strict=True)
-        }
-        return {**held, "curriculum/prompts_seen": float(len(self._pool_of))}
+        held = Counter(self._pool_of.values())
+        held[self._unseen] += len(self._prompts) - len(self._pool_of)
+        counts = {f"curriculum/pool/{pool.name}": float(held[place]) for place, pool in enumerate(self.pools)}
+        return {**counts, "curriculum/prompts_seen": float(len(self._pool_of))}
+
+    @property
+    def _unseen(self) -> int:
+        return [pool.name for pool in self.pools].index(self.unseen)
 
     def _members(self) -> list[list[int]]:
         """Return the numbers of each pool's prompts, in their order, whenever each came there."""
-        unseen = [pool.name for pool in self.pools].index(self.unseen)
+        unseen = self._unseen
         members: list[list[int]] = [[] for _ in self.pools]
         for number in range(len(self._prompts)):
             members[self._pool_of.get(number, unseen)].append(number)

@@ -56,7 +56,7 @@ def add_response(state: State, prompt: Messages, response: ModelResponse, messag
     completion: Messages = [assistant_message(choice.message)] if message_type == "chat" else choice.text or ""
     if getattr(response, "id", None) == "overlong-prompt":
         state["prompt_too_long"] = state["is_truncated"] = True
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and isinstance(state["prompt"], str):
         # where in the completion's text the policy's words begin
         state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
     if isinstance(state.get("turn"), TurnCount):

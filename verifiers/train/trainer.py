@@ -577,12 +577,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_from_checkpoint(self, path: str, model: Any = None) -> None:
         self.checkpoint_weights.load(path, functools.partial(super()._load_from_checkpoint, path, model))
-        self.checkpoint_weights.load_reference(path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if checkpoint is not None:
             check_kept(checkpoint, self.args)
+            # here, as DeepSpeed loads the policy on a way of its own
+            self.checkpoint_weights.load_reference(checkpoint)
             if not in_shards:
                 check_optimizer(checkpoint)
         read = unreadable_named("the optimizer's state", str(checkpoint))

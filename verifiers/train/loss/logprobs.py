@@ -92,14 +92,13 @@ def before_head(model: Any, forward: Any, *args: Any, **kwargs: Any) -> BeforeHe
         kwargs["output_router_logits"] = False
     if head is not None:
         with head.register_forward_pre_hook(take), head.register_forward_hook(stand_in, prepend=True), of_body:
-            found = forward(*args, **{**kwargs, "use_cache": False})
-        logits = found.logits
+            logits = forward(*args, **{**kwargs, "use_cache": False}).logits
         if len(seen) == 2 and logits.shape == seen[1].shape and (logits == logits[..., :1]).all():
             small, large = logits[0, :, 0].tolist()
             scale = small / _SMALL
             cap = large if large < scale * _LARGE else None
-            router_loss = found.get("aux_loss")
-            if router_loss is None and routed and routed[0]:
+            router_loss: Any = None
+            if routed and routed[0]:
                 # many families give router logits, and leave the loss to others
                 experts = getattr(text, "num_experts", None) or text.num_local_experts
                 asked = experts, text.num_experts_per_tok, kwargs.get("attention_mask")
