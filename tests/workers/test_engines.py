@@ -37,7 +37,9 @@ async def test_an_engine_gives_what_inline_gives(new_engine: NewEngine) -> None:
 
 @pytest.mark.parametrize("what", ["die", "hang", "fill memory"])
 async def test_a_fault_of_a_worker_costs_its_own_rollouts_alone(what: str, new_engine: NewEngine) -> None:
-    played, _ = world.workers_of(world.Faulty, new_engine(2), multiplex=2, blocked_s=1.0)
+    played, workers = world.workers_of(world.Faulty, new_engine(2), multiplex=2, blocked_s=1.0)
+    # a worker that is there long before the other gets both groups, one after the other
+    await world.until(lambda: sum(link.may_play for link in workers.pool()._links) == 2)
     block = await world.play(world.runner_of(played), ["", what])
     assert block.outcomes() == {Outcome.COMPLETED: 2, Outcome.ENVIRONMENT_ERROR: 2}
     assert sum(block.outcomes().values()) == len(block.launched)
