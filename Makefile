@@ -26,7 +26,7 @@ export PIP_COMPILE ?= 0
 
 help:
 	@echo "make demo        train a real language model on this machine (four to seven minutes; MODEL= names another)"
-	@echo "make demo-tiny   the same with a model of letters that is made on the spot (about 7 minutes)"
+	@echo "make demo-tiny   the same with a model of letters that is made on the spot (about 8 minutes)"
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks, kills, and what takes over five seconds"
 	@echo "make podman      prepare podman for the slow tests of containers (Debian, as root)"
